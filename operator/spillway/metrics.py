@@ -178,7 +178,13 @@ OPERATOR_RECONCILE_SECONDS = Metric(
 OPERATOR_DECISION_SECONDS = Metric(
     OPERATOR_PREFIX + "decision_seconds",
     "histogram",
-    "Seconds per decision (planning included): the loop waits for it.",
+    "Seconds per decision, without planning: the event loop waits for it.",
+)
+OPERATOR_PLANS = Metric(
+    OPERATOR_PREFIX + "plans_total",
+    "counter",
+    "Plans by result: answered, rejected (the job), deadline (it took too long), failed.",
+    ("result",),
 )
 OPERATOR_LEADER = Metric(
     OPERATOR_PREFIX + "leader", "gauge", "1 for the operator that leads, 0 for one that stands by."

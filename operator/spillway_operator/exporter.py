@@ -48,6 +48,7 @@ class OperatorExporter(Collector):
         self._reconciles = self._counter(metrics.OPERATOR_RECONCILES)
         self._reconcile_seconds = self._histogram(metrics.OPERATOR_RECONCILE_SECONDS)
         self._decision_seconds = self._histogram(metrics.OPERATOR_DECISION_SECONDS)
+        self._plans = self._counter(metrics.OPERATOR_PLANS)
         self._corrections = self._counter(metrics.OPERATOR_WATCH_CORRECTIONS)
         self._progress = self._counter(metrics.OPERATOR_PROGRESS_REPORTS)
         self._events = self._counter(metrics.OPERATOR_EVENTS)
@@ -68,6 +69,9 @@ class OperatorExporter(Collector):
 
     def decision(self, seconds: float) -> None:
         self._decision_seconds.observe(seconds)
+
+    def plan(self, result: str) -> None:
+        self._plans.labels(result).inc()
 
     def correction(self, kind: str, count: int) -> None:
         self._corrections.labels(kind).inc(count)

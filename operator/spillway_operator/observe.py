@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from .decide.observed import (
     ContainerEnding,
     Contract,
     JobObject,
+    Manifest,
     Observed,
     OperatorFacts,
     PodObject,
@@ -128,6 +129,10 @@ class Observer:
             ),
             unwatched,
         )
+
+    def reserve(self, job: JobObject, creates: Iterable[Manifest]) -> None:
+        """Reserves what these children of `job` will take, until it is observed."""
+        self._reservations.decided(job, creates)
 
     def as_of_now(self, observed: Observed) -> Observed:
         """`observed` with other jobs' current reservations, and the devices that they hold."""

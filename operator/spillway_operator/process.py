@@ -45,6 +45,7 @@ from .measured.metrics_source import MetricsSource
 from .measured.reservations import Reservations
 from .measured.scrape_targets import ScrapeTargets
 from .observe import Observer
+from .plan_service import PlanService
 from .progress.address import ProgressAddress
 from .progress.endpoint import Certificate, ProgressEndpoint
 from .progress.outbox import ProgressOutbox
@@ -106,14 +107,15 @@ class Operator:
         observer = Observer(
             self._client, self._store, self._cluster, self._reservations, self._facts, progress=self._progress
         )
+        self._plans = PlanService(self._queue.add, self._exporter.plan)
         self._worker = Worker(
             self._queue,
             observer,
             self._applier,
-            self._reservations,
             self._outbox,
             self._events,
             self._exporter,
+            self._plans,
             JobCallbacks(self._forget, self._profiles.ran_out),
         )
 
@@ -147,6 +149,7 @@ class Operator:
         """Starts our tasks before kopf, which at its end cancels all tasks that started after it."""
         running: dict[str, Coroutine[Any, Any, None]] = {
             "events": self._events.run(),
+            "plans": self._plans.run(),
             "progress": self._progress.flush(),
             "memory profiles": self._profiles.run(),
             "complete lists": self._after_first_list(self._audit.run(self._settings.relist_seconds)),

@@ -3,13 +3,13 @@
     observe -> reconcile -> further needs | children | deletions | status -> observe ...
 
 A look ends when the decision changes nothing. A failed look is repeated after a back-off, from a new observation.
-A decision that may plan takes up to half a minute: it runs in a thread, so that the event loop is not blocked, and only
-one at a time, so that each sees the reservations of the previous one.
+A decision takes milliseconds, because plans are found elsewhere (plan_service.py): if one is missing the look waits for
+it briefly, then ends, and the job returns to the queue once the plan is known. Between a decision and its reservations
+nothing else runs, so each decision sees the reservations of the previous one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from spillway.api.status import Escalation
+from spillway.planning.known_plans import PlanMissing, only_known
 
 from .decide.observed import Desired, JobObject, Observed
 from .decide.reconcile import reconcile
@@ -27,14 +28,16 @@ from .kube.events import EventPoster
 from .kube.key_queue import KeyQueue
 from .kube.store import Key, known_attempts
 from .log import about
-from .measured.reservations import Reservations
 from .observe import Observer, Sight
+from .plan_service import PlanService
 from .progress.outbox import ProgressOutbox, Received
 
 logger = logging.getLogger(__name__)
 
 MOST_ROUNDS = 6
 """Rounds of one look: needs, children, status, nothing; and two more for races."""
+PLAN_SECONDS = 0.25
+"""How long a look waits for a missing plan; most take less."""
 UNWATCHED_SECONDS = 30.0
 """Interval between looks at an attempt that no watch reports."""
 
@@ -63,21 +66,20 @@ class Worker:
         queue: KeyQueue[Key],
         observer: Observer,
         applier: Applier,
-        reservations: Reservations,
         outbox: ProgressOutbox,
         events: EventPoster,
         exporter: OperatorExporter,
+        plans: PlanService,
         callbacks: JobCallbacks,
     ) -> None:
         self._queue = queue
         self._observer = observer
         self._applier = applier
-        self._reservations = reservations
         self._outbox = outbox
         self._events = events
         self._exporter = exporter
+        self._plans = plans
         self._callbacks = callbacks
-        self._planning = asyncio.Lock()
         self._uids: dict[Key, str] = {}
         """Uids of the TrainingJobs that were processed."""
 
@@ -124,6 +126,8 @@ class Worker:
             self._meet(sight.observed.job)
             observed = self._answered(sight.observed, left.applied)
             desired = await self._decide(observed)
+            if desired is None:
+                return True
             if missing := desired.needs - left.needs:
                 left = replace(left, needs=left.needs | missing)
                 continue
@@ -147,21 +151,29 @@ class Worker:
         lives = any(attempt.owner_uid == uid and not attempt.outcome for attempt in observed.attempts)
         return _with_report(answered, self._outbox.released(key) if lives else self._outbox.newest(key))
 
-    async def _decide(self, observed: Observed) -> Desired:
-        """Makes a decision. The caller must reserve what it creates before it awaits, before the next plan begins."""
-        if observed.contracts is None:
-            desired, seconds = _timed(observed)
-        else:
-            async with self._planning:
-                desired, seconds = await asyncio.to_thread(_timed, self._observer.as_of_now(observed))
-        self._exporter.decision(seconds)
-        return desired
+    async def _decide(self, observed: Observed) -> Desired | None:
+        """Makes a decision; None if a plan is missing, which adds the job to the queue once it is known.
+
+        The caller must reserve what it creates before it awaits, so that the next decision sees it.
+        """
+        while True:
+            now = observed if observed.contracts is None else self._observer.as_of_now(observed)
+            try:
+                with only_known():
+                    desired, seconds = _timed(now)
+            except PlanMissing as missing:
+                await self._plans.ask(observed.job.key, missing.questions)
+                if not await self._plans.answered(missing.questions, PLAN_SECONDS):
+                    return None
+            else:
+                self._exporter.decision(seconds)
+                return desired
 
     async def _apply(self, observed: Observed, desired: Desired) -> Round:
         """Writes children, deletions, then the status; not the status if a child was rejected."""
         job = observed.job
         if desired.creates:
-            self._reservations.decided(job, desired.creates)
+            self._observer.reserve(job, desired.creates)
             applied = await self._applier.create(job, desired.creates)
             if applied != DONE:
                 return Round(frozenset({"contracts"}) if applied.superseded else frozenset(), applied)
@@ -177,7 +189,12 @@ class Worker:
         informed = _with_report(observed, newest)
         if informed.progress is not observed.progress and not desired.creates:
             again = await self._decide(informed)
-            if again.status is not None and again.creates == () and again.deletes == desired.deletes:
+            if (
+                again is not None
+                and again.status is not None
+                and again.creates == ()
+                and again.deletes == desired.deletes
+            ):
                 desired, observed = again, informed
         assert desired.status is not None
         written = await self._applier.write_status(job, desired.status)

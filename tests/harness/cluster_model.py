@@ -290,7 +290,7 @@ class Operator:
         self.ran_out: list[Escalation] = []
         """what MemoryProfiles are told"""
         self.worker = _Worker(
-            self, self.queue, observer, applier, reservations, self.outbox, events, exporter,
+            self, self.queue, observer, applier, self.outbox, events, exporter, None,
             worker.JobCallbacks(_forget, lambda _, ended: self.ran_out.extend(ended)),
         )  # fmt: skip
 

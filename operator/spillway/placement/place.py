@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from spillway.api.members import solo_specs
@@ -32,7 +33,7 @@ from spillway.planning.candidates import TIE
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.explain import lacking
 from spillway.planning.hardware import NodeSpec, gpu_node, local_node, resolve_node
-from spillway.planning.known_plans import known_plan
+from spillway.planning.known_plans import gathered, known_plan
 from spillway.planning.planner import Overrides, plan_run, run_strategy
 from spillway.planning.pod_resources import (
     PLANNED_MARGIN,
@@ -144,10 +145,10 @@ def _place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
     groups = _classes(job.spec, needs, now or able, corrections, _pods_seen(job.spec, cluster))
     # To explain a plan takes as long as to find it: of several classes only the chosen one's is explained.
     alone = len(groups) == 1
-    outcomes = [_outcome(job, group, explained=alone) for group in groups]
+    outcomes = gathered(partial(_outcome, job, group, explained=alone) for group in groups)
     fitting = [outcome for outcome in outcomes if isinstance(outcome, _Choice)]
     for smaller in () if fitting else _smaller(job, corrections):
-        found = [_outcome(smaller, group, explained=alone) for group in groups]
+        found = gathered(partial(_outcome, smaller, group, explained=alone) for group in groups)
         fitting = [outcome for outcome in found if isinstance(outcome, _Choice)]
         if fitting:
             job = smaller
@@ -396,7 +397,7 @@ def _outcome(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice
     """Never raises: one odd node, or a wrong NodeProfile, must not keep a job from the others."""
     try:
         return _planned(job, group, explained=explained)
-    except UserError as error:
+    except (UserError, TimeoutError) as error:
         why = str(error)
     except Exception as error:
         why = f"planning failed, which is a defect of Spillway: {type(error).__name__}: {error}"

@@ -63,6 +63,8 @@ def plan_attempt(
         placed = _placed(job, cluster, past, place)
     except UserError as error:
         return false(c.ACCEPTED, c.INVALID_SPEC, str(error))
+    except TimeoutError as error:
+        return false(c.PLANNED, "NoNode", str(error))
     except Exception as error:
         why = f"planning failed, which is a bug in Spillway: {type(error).__name__}: {error}"
         return false(c.PLANNED, "NoNode", why)

@@ -362,7 +362,7 @@ def test_spill_directory_in_memory_is_refused(
     if not is_refused:
         assert run_command.spill_directories([job_file.parent / "spill"])
         return
-    with pytest.raises(UserError, match=rf"--spill .*spill: lies in memory \({kind}\), where what is spilled"):
+    with pytest.raises(UserError, match=rf"--spill .*spill: is in memory \({kind}\), so spilled bytes"):
         run_command.spill_directories([job_file.parent / "spill"])
 
 
@@ -377,7 +377,7 @@ def test_run_that_would_spill_beside_an_output_in_memory_is_refused(
     in_memory(job_file.parent, monkeypatch)
     assert run(job_file) == ExitCode.USER_ERROR
     said = capsys.readouterr().err
-    assert f"--output {job_file.parent / 'out'}: lies in memory (tmpfs), where what is spilled would take" in said
+    assert f"--output {job_file.parent / 'out'}: is in memory (tmpfs), so spilled bytes would use" in said
     assert "name one on a disk, or give --spill a disk's" in said
     assert not (job_file.parent / "out" / "job.json").exists(), "nothing was trained"
 
@@ -387,7 +387,7 @@ def test_demo_whose_output_lies_in_memory_is_refused(
 ) -> None:
     in_memory(tmp_path, monkeypatch)
     assert cli.run_app(["demo", "--output", str(tmp_path / "demo")]) == ExitCode.USER_ERROR
-    assert f"--output {tmp_path / 'demo' / 'budget'}: lies in memory (tmpfs)" in capsys.readouterr().err
+    assert f"--output {tmp_path / 'demo' / 'budget'}: is in memory (tmpfs)" in capsys.readouterr().err
 
 
 def test_an_output_in_memory_is_no_matter_where_nothing_is_spilled(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +15,8 @@ from harness.operator_parts import KEY, Counts, pod, with_cluster
 from harness.patience import HANG_SECONDS
 from spillway.api.progress import ProgressReport
 from spillway.api.status import PlanStatus
+from spillway.planning.known_plans import PlanQuestion, forget_plans
+from spillway_operator import plan_service
 from spillway_operator import worker as worker_module
 from spillway_operator.decide.observed import Desired, Observed, OperatorFacts
 from spillway_operator.decide.reconcile import reconcile
@@ -29,11 +30,18 @@ from spillway_operator.measured import reservations as reservations_module
 from spillway_operator.measured.cluster import Cluster
 from spillway_operator.measured.metrics_source import MetricsSource
 from spillway_operator.measured.reservations import Reservations
-from spillway_operator.observe import Observer, Sight
+from spillway_operator.observe import Observer
+from spillway_operator.plan_service import PlanService
 from spillway_operator.progress.outbox import ProgressOutbox, Received
 from spillway_operator.worker import MOST_ROUNDS, JobCallbacks, Worker
 
 PLAN = PlanStatus.model_validate({"configMap": "x", "nodes": ["node-0"], "podMemory": "1Gi", "bytes": {"host": "1Gi"}})
+
+
+@pytest.fixture(autouse=True)
+def plans_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the machine takes to find one."""
+    monkeypatch.setattr(worker_module, "PLAN_SECONDS", HANG_SECONDS)
 
 
 class Clock:
@@ -59,15 +67,16 @@ class Bench:
         self.forgotten: list[Key] = []
         self.events = EventPoster(client, self.exporter.event)
         reservations = Reservations(15.0)
+        self.plans = PlanService(self.queue.add, self.exporter.plan)
         cluster = Cluster(client, MetricsSource(), reservations, node_reader=False)
         self.worker = Worker(
             self.queue,
             Observer(client, self.store, cluster, reservations, lambda: OperatorFacts(trainer_image="trainer:1")),
             Applier(client, self.store),
-            reservations,
             self.outbox,
             self.events,
             self.exporter,
+            self.plans,
             JobCallbacks(self.forgotten.append, lambda job, ended: None),
         )
 
@@ -100,7 +109,12 @@ def on_a_bench(scenario: Callable[[Bench], Awaitable[None]]) -> None:
         found = document()
         found["metadata"] = {"name": "demo"}
         bench.store.put_job(project_job(api.put("trainingjobs", found)))
-        await scenario(bench)
+        plans = asyncio.create_task(bench.plans.run())
+        try:
+            await scenario(bench)
+        finally:
+            plans.cancel()
+            await asyncio.wait([plans])
 
     with_cluster(run)
 
@@ -319,63 +333,48 @@ def test_a_deletion_is_asked_for_once_in_a_look(monkeypatch: pytest.MonkeyPatch)
     on_a_bench(scenario)
 
 
-def test_a_long_plan_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan is made before the event loop has turned; the clock goes on by 20 s meanwhile."""
-    clock, turns = Clock(), list[threading.Event]()
+def test_a_look_ends_where_a_plan_takes_long_and_starts_the_job_once_it_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, plan_of = asyncio.Event(), plan_service._PlanProcess.answer
+
+    async def slow(process: Any, question: PlanQuestion, seconds: float) -> Any:
+        await found.wait()
+        return await plan_of(process, question, seconds)
 
     async def scenario(bench: Bench) -> None:
-        loop = asyncio.get_running_loop()
-
-        def slow(observed: Observed, now: str) -> Desired:
-            if observed.contracts is not None:
-                turns.append(threading.Event())
-                loop.call_soon_threadsafe(turns[-1].set)
-                assert turns[-1].wait(HANG_SECONDS)
-                clock.now += 20.0
-            return reconcile(observed, now)
-
+        forget_plans()
+        monkeypatch.setattr(worker_module, "PLAN_SECONDS", 0.0)
+        monkeypatch.setattr(plan_service._PlanProcess, "answer", slow)
         await bench.look()
-        monkeypatch.setattr(worker_module, "reconcile", slow)
-        monkeypatch.setattr(worker_module, "time", clock)
-        bench.attempt(failed=1, conditions=[{"type": "Failed", "status": "True"}])
-        before = bench.exporter.registry.get_sample_value("spillway_operator_decision_seconds_sum")
-        await bench.look()
-        assert bench.status["attempts"]["total"] == 2
-        after = bench.exporter.registry.get_sample_value("spillway_operator_decision_seconds_sum")
-        assert turns and before is not None and after == pytest.approx(before + 20.0 * len(turns))
+        assert bench.take_writes() == [], "nothing is known yet"
+        assert (bench.result("done"), len(bench.queue)) == (1.0, 0)
+        found.set()
+        while not bench.api.writes:
+            assert await bench.queue.get() == KEY
+            bench.queue.done(KEY)
+            await bench.look()
+        assert bench.take_writes() == ["POST configmaps", "POST jobs", "PATCH status"]
 
     on_a_bench(scenario)
 
 
-def test_plans_are_made_in_turn_and_each_sees_the_previous_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is done before both jobs have been observed as for a plan."""
+def test_each_decision_sees_the_reservations_of_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs that wait for the same plan."""
     seen: dict[str, int] = {}
-    observed_keys: set[Key] = set()
-    both_are_observed = threading.Event()
 
     def watched(observed: Observed, now: str) -> Desired:
         desired = reconcile(observed, now)
         if desired.creates:
-            assert both_are_observed.wait(HANG_SECONDS)
             seen[observed.job.name] = len(observed.cluster.reservations)
         return desired
 
-    observe = Observer.observe
-
-    async def watched_observe(observer: Observer, key: Key, needs: frozenset[str] = frozenset()) -> Sight | None:
-        sight = await observe(observer, key, needs)
-        if sight is not None and sight.observed.contracts is not None:
-            observed_keys.add(key)
-        if len(observed_keys) == 2:
-            asyncio.get_running_loop().call_soon(both_are_observed.set)  # after the next step of the caller
-        return sight
-
     async def scenario(bench: Bench) -> None:
+        forget_plans()
         other = document()
         other["metadata"] = {"name": "other"}
         bench.store.put_job(project_job(bench.api.put("trainingjobs", other)))
         monkeypatch.setattr(worker_module, "reconcile", watched)
-        monkeypatch.setattr(Observer, "observe", watched_observe)
         monkeypatch.setattr(reservations_module, "_decided_plan", lambda _: PLAN)
         await asyncio.gather(bench.worker.look(KEY), bench.worker.look(("team", "other")))
         assert sorted(seen.values()) == [0, 1]

@@ -29,9 +29,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return make_plan(asked, *arguments, **options)
 
     monkeypatch.setattr(known_plans, "make_plan", counted)
-    known_plans._decided.cache_clear()
+    known_plans.forget_plans()
     yield found
-    known_plans._decided.cache_clear()
+    known_plans.forget_plans()
 
 
 @pytest.mark.parametrize(

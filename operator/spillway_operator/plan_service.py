@@ -1,0 +1,163 @@
+"""PlanService: finds plans in processes of their own, so that the event loop never waits for the planner.
+
+Namespaces take turns, and one namespace never has all processes while another one waits: many expensive jobs of one
+user do not delay a cheap job of another. A plan that takes too long, or a process that ends, is an answer, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from spillway.errors import UserError
+from spillway.planning.known_plans import PlanAnswer, PlanQuestion, remember
+
+from .kube.store import Key
+from .plan_process import LENGTH_BYTES
+
+logger = logging.getLogger(__name__)
+
+NUM_PROCESSES = 2
+DEADLINE_SECONDS = 60.0
+"""For one plan; the slowest known take 6 s of a core."""
+MOST_BYTES = 160 << 20
+"""Data memory of each process; plans of the largest jobs take about 60 MiB."""
+
+
+class PlanService:
+    def __init__(
+        self,
+        wake: Callable[[Key], None],
+        count: Callable[[str], None],
+        *,
+        num_processes: int = NUM_PROCESSES,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        """`wake` is called for each job whose plan is known; `count` with the result of each plan."""
+        self._wake = wake
+        self._count = count
+        self._num_processes = num_processes
+        self._deadline_seconds = deadline_seconds
+        self._asked: dict[PlanQuestion, set[Key]] = {}
+        """Jobs that wait, by question, until it is answered."""
+        self._queues: OrderedDict[str, deque[PlanQuestion]] = OrderedDict()
+        """By namespace, in the order of their turns; never empty."""
+        self._working: Counter[str] = Counter()
+        """Processes by namespace."""
+        self._changed = asyncio.Condition()
+
+    async def ask(self, key: Key, questions: Sequence[PlanQuestion]) -> None:
+        for question in questions:
+            if question not in self._asked:
+                self._queues.setdefault(key[0], deque()).append(question)
+            self._asked.setdefault(question, set()).add(key)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def answered(self, questions: Sequence[PlanQuestion], seconds: float) -> bool:
+        """Whether all are answered within `seconds`."""
+        async with self._changed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait_for(lambda: not any(question in self._asked for question in questions))
+        return not any(question in self._asked for question in questions)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._num_processes):
+                group.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        process = _PlanProcess()
+        try:
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._next_namespace() is not None)
+                    namespace, question = self._take()
+                try:
+                    answer = await process.answer(question, self._deadline_seconds)
+                finally:
+                    self._working[namespace] -= 1
+                remember(question, answer)
+                self._count(_result(answer))
+                for key in self._asked.pop(question):
+                    self._wake(key)
+                async with self._changed:
+                    self._changed.notify_all()
+        finally:
+            await process.end()
+
+    def _next_namespace(self) -> str | None:
+        """The first in turn without a process; one more for those that have some, but the last is kept free."""
+        fresh = [namespace for namespace in self._queues if not self._working[namespace]]
+        if fresh:
+            return fresh[0]
+        spare = self._num_processes - sum(self._working.values())
+        return next(iter(self._queues), None) if spare > 1 or self._num_processes == 1 else None
+
+    def _take(self) -> tuple[str, PlanQuestion]:
+        namespace = self._next_namespace()
+        assert namespace is not None
+        queue = self._queues.pop(namespace)
+        question = queue.popleft()
+        if queue:
+            self._queues[namespace] = queue  # behind the others
+        self._working[namespace] += 1
+        return namespace, question
+
+
+def _result(answer: PlanAnswer) -> str:
+    if isinstance(answer, TimeoutError):
+        return "deadline"
+    if isinstance(answer, UserError):
+        return "rejected"
+    return "failed" if isinstance(answer, Exception) else "answered"
+
+
+class _PlanProcess:
+    """One process, started when it is first needed, and again after it has ended."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def answer(self, question: PlanQuestion, seconds: float) -> PlanAnswer:
+        process = self._process or await self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked, is_answered = pickle.dumps(question), False
+        try:
+            async with asyncio.timeout(seconds):
+                process.stdin.write(len(asked).to_bytes(LENGTH_BYTES) + asked)
+                await process.stdin.drain()
+                length = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES))
+                answer: PlanAnswer = pickle.loads(await process.stdout.readexactly(length))  # noqa: S301
+                is_answered = True
+                return answer
+        except TimeoutError:
+            return TimeoutError(f"no plan was found within {seconds:g} s; set some of spec.memory instead of Auto")
+        except (OSError, asyncio.IncompleteReadError):
+            code = await process.wait()
+            logger.warning("a planner process ended with code %d", code)
+            return RuntimeError(f"the planner's process ended with code {code}")
+        finally:
+            if not is_answered:
+                await self.end()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        command = (sys.executable, "-P", "-m", "spillway_operator.plan_process", str(MOST_BYTES))
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        return self._process
+
+    async def end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
