@@ -54,8 +54,12 @@ class Reservations:
                 self._debit(job, attempt, _decided_plan(manifest["data"].get(DECISION_KEY, "")))
 
     def settle(self, job: JobObject, attempts: Iterable[AttemptObject], now: float) -> None:
-        """Updates the debit of `job` to the state of its attempts at monotonic time `now`."""
-        live = [found for found in attempts if found.owner_uid == job.uid and not found.outcome]
+        """Updates the debit of `job` to the state of its attempts at monotonic time `now`.
+
+        A suspended attempt (spec.suspend, or waiting in a queue) reserves nothing.
+        """
+        own = (found for found in attempts if found.owner_uid == job.uid)
+        live = [found for found in own if not found.outcome and not found.suspended]
         if not live:
             self.forget(job.key)
             return

@@ -475,6 +475,22 @@ def test_the_debit_ends_with_the_attempt() -> None:
     with_cluster(scenario)
 
 
+def test_an_attempt_that_waits_in_a_queue_holds_no_reservation_until_it_is_admitted() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client)
+        plan = {"configMap": "demo-1", "nodes": ["node-0"], "bytes": {"device": "2Gi"}}
+        job = put_job(api, status={"plan": plan})
+        bench.store.put_job(job)
+        bench.reservations.decided(job, [child("ConfigMap", data={"decision.json": DECISION})])
+        for suspend, held in ((True, 0), (False, 1)):
+            queued = child("Job", 1) | {"spec": {"suspend": suspend}}
+            bench.store.put_attempt(project_attempt(api.put("jobs", queued)))
+            await bench.look()
+            assert len(bench.reservations.of_others(("team", "other"), bench.seconds)) == held
+
+    with_cluster(scenario)
+
+
 @pytest.mark.parametrize("text", ["", "no json", "[]", '{"nodes": 7}', '{"unheardOf": 1}'])
 def test_a_decision_in_other_words_debits_nothing(text: str) -> None:
     reservations = Reservations(15.0)
