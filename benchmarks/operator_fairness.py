@@ -1,0 +1,173 @@
+"""One namespace submits expensive jobs: how long small jobs of another one wait for the operator.
+
+Real: API server, etcd, scheduler and controller manager on this machine's loopback (the test bed, docs/test-bed.md:
+Linux, root); the operator as a process of this machine with the rights of its chart; its planner. Fake: nodes and pods
+(KWOK). Everything shares this machine's cores.
+
+While namespace `greedy` has GREEDY_JOBS jobs (`--quick`: a fifth) whose plans take seconds each and which no node can
+hold, namespace `modest` gets a small job every second. By the API server's audit log:
+
+  start     from a small job's creation to that of its Job
+  suspend   from `spec.suspend: true` of a small job to the suspension or deletion of its Job
+  deadline  from the end of a small job's `lifecycle.pendingDeadlineSeconds`, in a namespace whose quota admits no pod,
+            to the deletion of its Job
+
+`b_p99_seconds` is over all three. `decision_max_seconds` is the upper bound of the histogram bucket with the longest
+decision of the event loop. `planner_bytes` is the peak resident size of all planner processes together;
+`plans_by_deadline` counts plans that were given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import operator_scale as scale
+import paired
+from harness.installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, example
+from harness.operator_process import write_kubeconfig
+from synthetic_trainers import Server
+from testbed.client import Bed, Request
+from testbed.layout import API_SERVER
+
+GREEDY, MODEST, BLOCKED = "fair-greedy", "fair-modest", "fair-blocked"
+GREEDY_JOBS, MODEST_JOBS = 50, 60
+NUM_NODES = 8
+PENDING_SECONDS = 5
+PATH = "/apis/spillway.dev/v1alpha1/namespaces/{}/trainingjobs"
+AT_MOST = {"b_p99_seconds": 2.0, "decision_max_seconds": 0.1, "planner_bytes": 400e6, "plans_by_deadline": 0.0}
+
+
+def expensive(number: int) -> Document:
+    """8 billion parameters on CPUs, states on NVMe, and drives that may hardly be written: every plan is looked at."""
+    model = {
+        "architecture": "llama", "hiddenSize": 4096, "numLayers": 32, "numHeads": 32, "numKeyValueHeads": 8,
+        "intermediateSize": 14336, "vocabSize": 128256,
+    }  # fmt: skip
+    found = example("one-pod", GREEDY, checkpoint__claim=None, training__steps=1000 + number)
+    found["metadata"]["name"] = f"greedy-{number:03}"
+    spec = found["spec"]
+    spec["model"]["config"] = model
+    spec["training"] |= {"sequenceLength": 4096, "globalBatchSize": 8, "microBatchSize": 1}
+    spec["memory"] = {
+        "budget": {"device": "30Gi", "host": "70Gi", "nvme": "400Gi"},
+        "endurance": {"driveWritesPerDay": "0.01"},
+    }
+    return found
+
+
+def small(namespace: str, number: int, **changes: Any) -> Document:
+    found = example("one-pod", namespace, checkpoint__claim=None, training__steps=100 + number, **changes)
+    found["metadata"]["name"] = f"small-{number:03}"
+    return found
+
+
+async def submit(server: Server, num_modest: int) -> dict[str, float]:
+    """Small jobs, one a second; every second one is suspended ten seconds later. Returns when each was suspended."""
+    suspended: dict[str, float] = {}
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(number)
+        await server.create(PATH.format(MODEST), small(MODEST, number))
+        blocked = small(BLOCKED, number, lifecycle__pendingDeadlineSeconds=PENDING_SECONDS)
+        await server.create(PATH.format(BLOCKED), blocked)
+        if number % 2:
+            await asyncio.sleep(10.0)
+            await server.merge(f"{PATH.format(MODEST)}/small-{number:03}", {"spec": {"suspend": True}})
+            suspended[f"small-{number:03}"] = time.time()
+
+    await asyncio.gather(*(one(number) for number in range(num_modest)))
+    return suspended
+
+
+def waits(
+    requests: list[Request], suspended: dict[str, float], since_pending: dict[str, float]
+) -> dict[str, list[float]]:
+    """Seconds by kind; a thing that was not acted upon is missing."""
+    found: dict[str, list[float]] = {"suspend": [], "deadline": []}
+    ends = [one for one in requests if one.resource == "jobs" and one.mutating and one.verb != "create"]
+    for kind, namespace, begins in (("suspend", MODEST, suspended), ("deadline", BLOCKED, since_pending)):
+        for name, begin in begins.items():
+            of_job = (one for one in ends if one.namespace == namespace and one.name.rpartition("-")[0] == name)
+            times = [scale.seconds_of(one) for one in of_job if scale.seconds_of(one) >= begin - 1.0]
+            if times:
+                found[kind].append(max(0.0, min(times) - begin))
+    return found
+
+
+def pending_since(requests: list[Request]) -> dict[str, float]:
+    """When the deadline of each blocked job ended: its Job's creation and PENDING_SECONDS."""
+    return {
+        one.name.rpartition("-")[0]: scale.seconds_of(one) + PENDING_SECONDS
+        for one in requests
+        if one.resource == "jobs" and one.verb == "create" and one.code == 201 and one.namespace == BLOCKED
+    }
+
+
+def planner_bytes(operator: int) -> int:
+    children = Path(f"/proc/{operator}/task/{operator}/children").read_text(encoding="ascii").split()
+    return sum(scale.peak_resident_bytes(int(pid)) for pid in children)
+
+
+def metrics(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+
+def longest_decision(found: dict[str, float]) -> float:
+    prefix = 'spillway_operator_decision_seconds_bucket{le="'
+    buckets = {float(name[len(prefix) : -2]): count for name, count in found.items() if name.startswith(prefix)}
+    return min(bound for bound, count in buckets.items() if count == max(buckets.values()))
+
+
+async def run(bed: Bed, operator: scale.Operator, num_greedy: int, num_modest: int) -> dict[str, float]:
+    since = bed.audit_position()
+    async with Server(API_SERVER, scale.administrator(bed)) as server:
+        await scale.create(server, [expensive(number) for number in range(num_greedy)])
+        suspended = await submit(server, num_modest)
+        await asyncio.sleep(PENDING_SECONDS + 10.0)
+    requests, own = bed.requests(since), bed.requests(since, OPERATOR_USER)
+    starts = scale.create_to_child(requests, [MODEST])
+    found = {"start": starts, **waits(own, suspended, pending_since(own))}
+    for kind, seconds in found.items():
+        print(f"{kind}: {len(seconds)}, median {scale.p99(sorted(seconds)[: len(seconds) // 2 + 1]):.2f} s, "
+              f"p99 {scale.p99(seconds):.2f} s")  # fmt: skip
+    print(f"expected: {num_modest} starts, {len(suspended)} suspends, {num_modest} deadlines")
+    seen = metrics(operator.current.health_port)
+    plans = {name: count for name, count in seen.items() if name.startswith("spillway_operator_plans_total")}
+    print(f"plans: {plans}; operator: {scale.cpu_seconds(operator.current.process.pid):.1f} CPU-seconds")
+    return {
+        "num_greedy": num_greedy,
+        "b_p99_seconds": scale.p99([seconds for each in found.values() for seconds in each]),
+        "missed": 2 * num_modest + len(suspended) - sum(map(len, found.values())),
+        "decision_max_seconds": longest_decision(seen),
+        "planner_bytes": planner_bytes(operator.current.process.pid),
+        "plans_by_deadline": sum(count for name, count in plans.items() if "deadline" in name),
+    }
+
+
+def measure(quick: bool) -> dict[str, float]:
+    num_greedy, num_modest = (GREEDY_JOBS // 5, MODEST_JOBS // 3) if quick else (GREEDY_JOBS, MODEST_JOBS)
+    with ExitStack() as stack:
+        bed = stack.enter_context(scale.running_bed(NUM_NODES))
+        scale.install(bed)
+        stack.enter_context(scale.namespaces(bed, GREEDY, MODEST, BLOCKED))
+        no_pods = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none", "namespace": BLOCKED}}
+        bed.apply(no_pods | {"spec": {"hard": {"pods": "0"}}})
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="operator-fairness-")))
+        token = bed.kubectl("create", "token", RELEASE, "-n", SYSTEM_NAMESPACE, "--duration=1h").strip()
+        kubeconfig = write_kubeconfig(folder / "kubeconfig", API_SERVER, bed.state.certificates / "ca.crt", token)
+        environment = {"SPILLWAY_TRAINER_IMAGE": "local/hostroot:1"}
+        operator = scale.Operator.start(kubeconfig, folder / "operator.log", environment)
+        stack.callback(operator.kill)
+        return asyncio.run(run(bed, operator, num_greedy, num_modest))
+
+
+if __name__ == "__main__":
+    paired.main("operator_fairness", __doc__ or "", measure, AT_MOST)
