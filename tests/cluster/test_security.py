@@ -74,10 +74,10 @@ ENVIRONMENT = {
     "fileKeyRef": {"volumeName": "x", "path": "y", "key": "z"},
 }
 REFUSED_VALUES: dict[str, tuple[Any, str]] = {
-    "spec.podOverrides.labels": ({"spillway.dev/job-uid": "another"}, "meaning of its own"),
+    "spec.podOverrides.labels": ({"spillway.dev/job-uid": "another"}, "is reserved"),
     "spec.podOverrides.annotations": (
         {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"},
-        "meaning of its own",
+        "is reserved",
     ),
     "spec.podOverrides.labels.team": ({"team": "not a label!"}, "should match"),
     "spec.env[0].name": ([{"name": "KUBEFLOW_TRAINER_SERVER_URL", "value": "https://elsewhere"}], "itself"),
