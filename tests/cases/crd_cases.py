@@ -450,7 +450,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.podOverrides.annotations", 0): RuleCase(
         {"spec.podOverrides.annotations": {"team": "a"}},
         {"spec.podOverrides.annotations": {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"}},
-        ("spec.podOverrides.annotations", "container.apparmor.security.beta.kubernetes.io/trainer has a meaning"),
+        ("spec.podOverrides.annotations", "container.apparmor.security.beta.kubernetes.io/trainer is reserved"),
     ),
     (TRAINING_JOB.kind, "spec.env[]", 0): _one_of(
         "spec.env[0]",
