@@ -44,6 +44,8 @@ class Search:
     def __init__(self, question: Question, space: Sequence[CandidateGroup] | None = None) -> None:
         self.question = question
         self._space = groups(question) if space is None else space
+        self._wearing: dict[tuple[int, float, float], bool] = {}
+        """By group and split: whether the drives wear out even with the fewest states on NVMe."""
 
     def within(self, budget: dict[Tier, int]) -> Search:
         """The same space under other budgets."""
@@ -123,11 +125,14 @@ class Search:
 
     def _least_spill_wears_out(self, group: CandidateGroup, optimizer: OptimizerPlan) -> bool:
         """With as few states on NVMe as host memory allows that holds nothing else."""
-        host_bytes = self.question.budget[Tier.HOST]
-        if group.host_bytes_beside_homes(optimizer) <= host_bytes:
-            return False
-        least = group.spilled(optimizer, self._least_spilled(group, optimizer, host_bytes))
-        return group.surely_wears_out(stored_states_bytes(group.work, least))
+        key = (id(group), optimizer.streamed_share, optimizer.resident_share)
+        if key not in self._wearing:
+            host_bytes, wears_out = self.question.budget[Tier.HOST], False
+            if group.host_bytes_beside_homes(optimizer) > host_bytes:
+                least = group.spilled(optimizer, self._least_spilled(group, optimizer, host_bytes))
+                wears_out = group.surely_wears_out(stored_states_bytes(group.work, least))
+            self._wearing[key] = wears_out
+        return self._wearing[key]
 
     def _between_host_and_nvme(
         self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan
