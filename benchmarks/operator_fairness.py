@@ -24,6 +24,7 @@ import tempfile
 import time
 import urllib.request
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from testbed.layout import API_SERVER
 GREEDY, MODEST, BLOCKED = "fair-greedy", "fair-modest", "fair-blocked"
 GREEDY_JOBS, MODEST_JOBS = 50, 60
 NUM_NODES = 8
-PENDING_SECONDS = 5
+PENDING_SECONDS = 15
+"""longer than the ten seconds after which the operator looks at pods"""
 PATH = "/apis/spillway.dev/v1alpha1/namespaces/{}/trainingjobs"
 AT_MOST = {"b_p99_seconds": 2.0, "decision_max_seconds": 0.1, "planner_bytes": 400e6, "plans_by_deadline": 0.0}
 
@@ -100,13 +102,11 @@ def waits(
     return found
 
 
-def pending_since(requests: list[Request]) -> dict[str, float]:
-    """When the deadline of each blocked job ended: its Job's creation and PENDING_SECONDS."""
-    return {
-        one.name.rpartition("-")[0]: scale.seconds_of(one) + PENDING_SECONDS
-        for one in requests
-        if one.resource == "jobs" and one.verb == "create" and one.code == 201 and one.namespace == BLOCKED
-    }
+async def deadlines(server: Server) -> dict[str, float]:
+    """When the deadline of each blocked job ended, by the time from which its status counts."""
+    jobs = await server.items(PATH.format(BLOCKED))
+    since = {job["metadata"]["name"]: job.get("status", {}).get("attempts", {}).get("pendingTime") for job in jobs}
+    return {name: datetime.fromisoformat(time).timestamp() + PENDING_SECONDS for name, time in since.items() if time}
 
 
 def planner_bytes(operator: int) -> int:
@@ -132,9 +132,10 @@ async def run(bed: Bed, operator: scale.Operator, num_greedy: int, num_modest: i
         await scale.create(server, [expensive(number) for number in range(num_greedy)])
         suspended = await submit(server, num_modest)
         await asyncio.sleep(PENDING_SECONDS + 10.0)
+        over = await deadlines(server)
     requests, own = bed.requests(since), bed.requests(since, OPERATOR_USER)
     starts = scale.create_to_child(requests, [MODEST])
-    found = {"start": starts, **waits(own, suspended, pending_since(own))}
+    found = {"start": starts, **waits(own, suspended, over)}
     for kind, seconds in found.items():
         print(f"{kind}: {len(seconds)}, median {scale.p99(sorted(seconds)[: len(seconds) // 2 + 1]):.2f} s, "
               f"p99 {scale.p99(seconds):.2f} s")  # fmt: skip
