@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from spillway.errors import UserError
-from spillway.planning.known_plans import PlanAnswer, PlanQuestion, remember
+from spillway.planning.known_plans import PlanAnswer, PlanQuestion, forget, remember
 
 from .kube.store import Key
 from .plan_process import LENGTH_BYTES
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 NUM_PROCESSES = 2
 DEADLINE_SECONDS = 60.0
 """For one plan; the slowest known take 6 s of a core."""
+RETRY_SECONDS = 600.0
+"""After a plan that took too long, or a process that ended, until the plan may be asked for again."""
 MOST_BYTES = 160 << 20
 """Data memory of each process; plans of the largest jobs take about 60 MiB."""
 
@@ -86,6 +88,8 @@ class PlanService:
                     self._working[namespace] -= 1
                 remember(question, answer)
                 self._count(_result(answer))
+                if isinstance(answer, Exception) and not isinstance(answer, UserError):
+                    asyncio.get_running_loop().call_later(RETRY_SECONDS, forget, question)
                 for key in self._asked.pop(question):
                     self._wake(key)
                 async with self._changed:
@@ -127,7 +131,10 @@ class _PlanProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def answer(self, question: PlanQuestion, seconds: float) -> PlanAnswer:
-        process = self._process or await self._start()
+        try:
+            process = self._process or await self._start()
+        except OSError as error:
+            return RuntimeError(f"no planner process can be started: {error.strerror}")
         assert process.stdin is not None
         assert process.stdout is not None
         asked, is_answered = pickle.dumps(question), False

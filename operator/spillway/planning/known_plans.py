@@ -90,6 +90,10 @@ def remember(question: PlanQuestion, answer: PlanAnswer) -> None:
         _answers.popitem(last=False)
 
 
+def forget(question: PlanQuestion) -> None:
+    _answers.pop(question, None)
+
+
 def forget_plans() -> None:
     _answers.clear()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,9 +114,29 @@ def test_a_namespace_leaves_a_process_to_the_others(monkeypatch: pytest.MonkeyPa
     on_a_bench(scenario)
 
 
-def test_a_plan_that_takes_too_long_is_an_answer_and_the_next_is_found() -> None:
+def is_missing(asked: PlanQuestion) -> bool:
+    with suppress(TimeoutError), only_known():
+        try:
+            known_plan(asked.job, NODE)
+        except PlanMissing:
+            return True
+    return False
+
+
+def test_a_plan_that_takes_too_long_is_an_answer_for_a_while_and_the_next_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scenario(bench: Bench) -> None:
         late, next_one = question(), question(11)
+        later = list[Callable[[], None]]()
+        loop, call_later = asyncio.get_running_loop(), asyncio.get_running_loop().call_later
+
+        def noted(seconds: float, callback: Callable[..., Any], *arguments: Any) -> asyncio.TimerHandle:
+            if seconds == plan_service.RETRY_SECONDS:
+                later.append(partial(callback, *arguments))
+            return call_later(seconds, callback, *arguments)
+
+        monkeypatch.setattr(loop, "call_later", noted)
         bench.plans._deadline_seconds = 0.0
         await bench.ask("a", late)
         await bench.known(late)
@@ -124,6 +146,10 @@ def test_a_plan_that_takes_too_long_is_an_answer_and_the_next_is_found() -> None
         await bench.ask("a", next_one)
         await bench.known(next_one)
         assert bench.results == ["deadline", "answered"]
+        assert not is_missing(late)
+        for retry in later:
+            retry()
+        assert is_missing(late)
 
     on_a_bench(scenario)
 
