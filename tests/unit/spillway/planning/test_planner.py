@@ -686,7 +686,7 @@ def test_a_plan_that_no_run_takes_by_itself_says_what_to_set() -> None:
     tight = LLAMA_70B | {"spec.parallelism": {"nodes": 8}} | budget("200Gi", host="400Gi")
     found = plan(tight, resolve_node("cpu-large"))
     assert found.strategy != "Ddp"
-    said = f"there Auto is Ddp; set spec.parallelism.strategy: {found.strategy} to run this plan"
+    said = f"Auto runs as Ddp; set spec.parallelism.strategy: {found.strategy} to run this plan"
     assert any(reason.endswith(said) for reason in found.reasons), found.reasons
 
 
