@@ -69,7 +69,7 @@ def disk_free() -> str:
 
 
 FREE_RULES = (
-    Rule(FREE, f"{signals.DEVICE_FREE_MEBIBYTES} * {MIB}", Tier.DEVICE),
+    Rule(FREE, f"min by (node) ({signals.DEVICE_FREE_MEBIBYTES}) * {MIB}", Tier.DEVICE),
     Rule(FREE, signals.HOST_FREE_BYTES, Tier.HOST),
     Rule(FREE, disk_free(), Tier.NVME),
 )

@@ -209,6 +209,9 @@ OPERATOR_METRICS_AGE = Metric(
     OPERATOR_PREFIX + "metrics_age_seconds", "gauge", "Age of the memory metrics that placement uses; absent = none."
 )
 OPERATOR_JOBS = Metric(OPERATOR_PREFIX + "jobs", "gauge", "TrainingJobs by status.state.", ("state",))
+OPERATOR_AVOIDED_NODES = Metric(
+    OPERATOR_PREFIX + "avoided_nodes", "gauge", "Nodes that no job uses, because attempts of several jobs failed there."
+)
 OPERATOR_PROGRESS_REPORTS = Metric(
     OPERATOR_PREFIX + "progress_reports_total", "counter", "Progress posts by HTTP status.", ("code",)
 )

@@ -38,6 +38,7 @@ class Gauges:
     list_age_seconds: float | None
     metrics_age_seconds: float | None
     jobs: Mapping[str, int]
+    avoided_nodes: int
 
 
 class OperatorExporter(Collector):
@@ -94,6 +95,7 @@ class OperatorExporter(Collector):
         yield _gauge(metrics.OPERATOR_LOOP_LAG, {"": now.loop_lag_seconds})
         yield _gauge(metrics.OPERATOR_WATCH_AGE, now.watch_age_seconds)
         yield _gauge(metrics.OPERATOR_JOBS, now.jobs)
+        yield _gauge(metrics.OPERATOR_AVOIDED_NODES, {"": now.avoided_nodes})
         if now.list_age_seconds is not None:
             yield _gauge(metrics.OPERATOR_LIST_AGE, {"": now.list_age_seconds})
         if now.metrics_age_seconds is not None:

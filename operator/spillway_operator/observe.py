@@ -110,6 +110,8 @@ class Observer:
             contracts = await self._contracts(job)
             attempts, unwatched = await self._read_attempts(job, contracts)
             await self._cluster.refresh(job.namespace)
+        elif "capacity" in needs:
+            await self._cluster.refresh(job.namespace)
         self._reservations.settle(job, attempts, self._clock())
         pods = await self._pods(job, attempts) if "pods" in needs else None
         return Sight(
@@ -117,13 +119,14 @@ class Observer:
                 job=job,
                 attempts=attempts,
                 facts=self._facts(),
-                cluster=self._cluster.view(key),
+                cluster=self._cluster.view(job),
                 contracts=contracts,
                 pods=pods,
                 pods_refusal=await self._pods_refusal(job, attempts, pods),
                 claims=await self._claims(job) if "claims" in needs else None,
                 hearing_seconds=None if self._progress is None else self._progress.hearing_seconds(),
                 queue_says=await self._queue_says(job, attempts) if "queue_says" in needs else None,
+                capacity_is_fresh="capacity" in needs,
                 waiting_gangs=self._waiting_gangs(key) if "waiting_gangs" in needs else None,
                 others_silent_seconds=self._others_silent_seconds(key),
             ),
@@ -136,7 +139,7 @@ class Observer:
 
     def as_of_now(self, observed: Observed) -> Observed:
         """`observed` with other jobs' current reservations, and the devices that they hold."""
-        view = self._cluster.view(observed.job.key)
+        view = self._cluster.view(observed.job)
         return replace(observed, cluster=replace(view, held=self._holders.besides(observed.job)))
 
     def _others_silent_seconds(self, key: Key) -> float | None:

@@ -325,6 +325,7 @@ class Operator:
             watch_age_seconds={plural: now - heard for plural, heard in self._heard.items()},
             list_age_seconds=None if listed is None else now - listed,
             metrics_age_seconds=self._metrics.snapshot(now).age_seconds,
+            avoided_nodes=len(self._cluster.avoided_nodes),
             jobs=Counter(json.loads(job.status).get("state") or "Unknown" for job in self._store.jobs),
         )
 

@@ -315,7 +315,9 @@ def _node(rng: random.Random, number: int) -> NodeView:
         allocatable_devices={"nvidia.com/gpu": devices} if devices else {},
         ready=rng.random() < 0.9,
         live=LiveBytes(
-            device=rng.choice((None, 0, 70 * GIB)), host=rng.choice((None, 0, 200 * GIB)), nvme=rng.choice((None, 0))
+            devices=rng.choice(((), (0,), (70 * GIB, 0))),
+            host=rng.choice((None, 0, 200 * GIB)),
+            nvme=rng.choice((None, 0)),
         ),
     )
 

@@ -296,7 +296,12 @@ OF_THE_LEADER = {
     ("", "services", FULL_NAME): "get",
 }
 IN_THE_CLUSTER = {
-    "node-reader": {("", "nodes"): "list", ("spillway.dev", "nodeprofiles"): "list"},
+    "node-reader": {
+        ("", "nodes"): "list",
+        ("", "pods"): "list",
+        ("storage.k8s.io", "csistoragecapacities"): "list",
+        ("spillway.dev", "nodeprofiles"): "list",
+    },
     "token-review": {("authentication.k8s.io", "tokenreviews"): "create"},
 }
 

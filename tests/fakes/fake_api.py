@@ -272,7 +272,8 @@ def _matches(found: Object, query: dict[str, str]) -> bool:
     wanted = dict(part.split("=", 1) for part in query.get("labelSelector", "").split(",") if part)
     fields = dict(part.split("=", 1) for part in query.get("fieldSelector", "").split(",") if part)
     return all(labels.get(name) == value for name, value in wanted.items()) and all(
-        _field(found, path) == value for path, value in fields.items()
+        (_field(found, path.removesuffix("!")) or "") != value if path.endswith("!") else _field(found, path) == value
+        for path, value in fields.items()
     )
 
 

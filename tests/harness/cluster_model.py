@@ -24,7 +24,7 @@ from cases.job_documents import TINY
 from spillway.api.progress import ProgressReport
 from spillway.api.status import Escalation
 from spillway.api.training_job import TrainingJob
-from spillway.placement.cluster_view import ClusterView, LiveBytes
+from spillway.placement.cluster_view import ClusterView
 from spillway.placement.place import Placement
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning.corrections import Corrections
@@ -396,7 +396,7 @@ def _placement(text: str, job: TrainingJob, corrections: Corrections) -> Placeme
         more = corrections.unplanned_bytes(pod_resources(job.spec, plan, ranks).memory_bytes)
         plan = plan.model_copy(update={"unplanned_bytes": more})
         pod = pod_resources(job.spec, plan, ranks)
-        _PLACED[text] = Placement(plan=plan, node=node, preferences=(), reason="", headroom=LiveBytes(), pod=pod)
+        _PLACED[text] = Placement(plan=plan, node=node, preferences=(), reason="", headroom={}, pod=pod)
     return _PLACED[text]
 
 

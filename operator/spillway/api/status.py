@@ -15,8 +15,9 @@ LIST_BY_NAME: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubern
 Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 Short = Annotated[str, Field(max_length=64)]
 MAX_ATTEMPTS = 10**9 - 1
-MOST_ESCALATIONS = 16
 """An attempt's number is part of names and labels."""
+MOST_ESCALATIONS = 16
+MOST_FAULTY_NODES = 8
 AttemptNumber = Annotated[int, Strict(), Field(ge=0, le=MAX_ATTEMPTS)]
 NodeName = Annotated[str, Field(min_length=1, max_length=253)]
 
@@ -134,6 +135,12 @@ class CheckpointStatus(Written):
     time: Time | None = Field(default=None, description="When it was committed.")
 
 
+class FaultyNode(Written):
+    node: Annotated[str, Field(max_length=253)] = Field(description="Name of the node.")
+    reason: Short = Field(default="", description="Why the attempt on it ended.")
+    time: Time = Field(description="When it ended.")
+
+
 class Attempts(Written):
     total: AttemptNumber = Field(default=0, description="Number of attempts, which is the number of the current one.")
     ended: AttemptNumber = Field(default=0, description="Number of the last attempt that has ended and was recorded.")
@@ -145,6 +152,10 @@ class Attempts(Written):
     last_reason: Short = Field(default="", description="Why the last attempt ended.")
     last_node: Annotated[str, Field(max_length=253)] = Field(
         default="", description="Node of the pod that ended the last attempt."
+    )
+    faulty_nodes: Annotated[tuple[FaultyNode, ...], Field(max_length=MOST_FAULTY_NODES)] | None = Field(
+        default=None,
+        description="Nodes that this job avoids for a day: a device or drive failed, or two attempts in a row crashed.",
     )
     last_rank: Count | None = Field(default=None, description="Rank that failed first in the last attempt.")
     start_time: Time | None = Field(default=None, description="When the current attempt began.")

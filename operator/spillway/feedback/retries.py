@@ -21,6 +21,8 @@ JOB_DELETED = "JobDeleted"
 """The attempt's Job was deleted."""
 GANG_YIELDED = "GangYielded"
 """Only some of its pods had nodes: the operator released them."""
+REPLANNED = "Replanned"
+"""The scheduler found no node for its pods, and another plan fits what is free."""
 STALLED = "Stalled"
 """No step for lifecycle.stallSeconds: the operator ended the attempt."""
 DEADLINE_EXCEEDED = "DeadlineExceeded"
@@ -63,9 +65,22 @@ RETRIES: dict[str, Retry] = {
     POD_DELETED: Retry.FREE,
     JOB_DELETED: Retry.FREE,
     GANG_YIELDED: Retry.FREE,
+    REPLANNED: Retry.FREE,
     **dict.fromkeys(MEMORY_ERRORS, Retry.REPLANNED),
 }
 """Every other reason: NEVER."""
+
+
+FAULTS_OF_A_NODE = frozenset({ExitCode.DEVICE_FAULT.reason, ExitCode.SPILL_IO_ERROR.reason})
+"""The job does not use the node again."""
+CRASHES = frozenset({RANK_CRASHED, STALLED})
+"""Nor after two of these in a row on one node."""
+
+
+def is_fault_of_node(reason: str, node: str, reason_before: str, node_before: str) -> bool:
+    """Whether an attempt that ended with `reason` on `node` speaks against the node."""
+    again = reason in CRASHES and reason_before in CRASHES and node == node_before
+    return bool(node) and (reason in FAULTS_OF_A_NODE or again)
 
 
 def retry_of(reason: str) -> Retry:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spillway.feedback.pod_evidence import PodEvidence
-from spillway.plan import DeviceKind, Tier
+from spillway.plan import DeviceKind
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.hardware import NodeSpec
 
@@ -15,8 +15,8 @@ from spillway.planning.hardware import NodeSpec
 class LiveBytes:
     """Free bytes of a node now, and how its memory fares, from metrics; None = no series."""
 
-    device: int | None = None
-    """Of its tightest device."""
+    devices: tuple[int, ...] = ()
+    """Of each device."""
     host: int | None = None
     nvme: int | None = None
     sources: tuple[str, ...] = ()
@@ -24,8 +24,12 @@ class LiveBytes:
     memory_stalled: float | None = None
     """Share of the time in which every task that could run waited for memory (PSI "full")."""
 
-    def of(self, tier: Tier) -> int | None:
-        return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
+    def of_devices(self, unrequested: int | None) -> int | None:
+        """Of the tightest of the devices that no pod requests, which are the freest; of all if that is not known."""
+        if not self.devices:
+            return None
+        count = len(self.devices) if unrequested is None else min(max(1, unrequested), len(self.devices))
+        return sorted(self.devices, reverse=True)[count - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,31 @@ class Taint:
 
 
 @dataclass(frozen=True, slots=True)
+class Requests:
+    """What pods request, in sum."""
+
+    cores: float = 0.0
+    memory_bytes: int = 0
+    ephemeral_bytes: int = 0
+    devices: Mapping[str, int] = field(default_factory=dict)
+    """Extended resource -> count."""
+
+    def __add__(self, other: Requests) -> Requests:
+        names = {**self.devices, **other.devices}
+        return Requests(
+            self.cores + other.cores,
+            self.memory_bytes + other.memory_bytes,
+            self.ephemeral_bytes + other.ephemeral_bytes,
+            {name: self.devices.get(name, 0) + other.devices.get(name, 0) for name in names},
+        )
+
+
+NO_REQUESTS = Requests()
+
+
+@dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node as far as placement cares."""
+    """One node as far as placement cares. What its DaemonSets and static pods request is not allocatable."""
 
     name: str
     labels: Mapping[str, str]
@@ -52,19 +79,48 @@ class NodeView:
     profile: NodeSpec | None = None
     """Measured capacities and rates (NodeProfile); None: the catalog's class."""
     live: LiveBytes | None = None
+    others: Requests | None = None
+    """Of pods that are not the operator's; None: the operator may not list pods."""
+    ours: Requests = NO_REQUESTS
+    """Of pods of other TrainingJobs."""
+    volumes: Mapping[str, int] = field(default_factory=dict)
+    """StorageClass -> bytes of the largest volume that can be made for this node, where the driver says."""
+
+    def without(self, requests: Requests) -> NodeView:
+        """The node with what these pods leave of it."""
+        return replace(
+            self,
+            allocatable_cores=max(0.0, self.allocatable_cores - requests.cores),
+            allocatable_memory_bytes=max(0, self.allocatable_memory_bytes - requests.memory_bytes),
+            allocatable_ephemeral_bytes=max(0, self.allocatable_ephemeral_bytes - requests.ephemeral_bytes),
+            allocatable_devices={
+                name: max(0, count - requests.devices.get(name, 0)) for name, count in self.allocatable_devices.items()
+            },
+        )
+
+    @property
+    def beside_others(self) -> NodeView:
+        """With what pods that are not the operator's leave of it."""
+        return self.without(self.others or NO_REQUESTS)
+
+    @property
+    def free(self) -> NodeView:
+        """With what all pods leave of it."""
+        return self.beside_others.without(self.ours)
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Bytes that a placed attempt will take and that observation may not show yet."""
+    """What a placed attempt will take and observation may not show yet."""
 
     node: str
     device: int
     host: int
     nvme: int
-
-    def of(self, tier: Tier) -> int:
-        return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
+    devices: int = 0
+    """Count; 0 once its pods are among those that the operator lists."""
+    owner: str = ""
+    """Uid of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,5 +161,9 @@ class ClusterView:
     """Image of jobs that name none."""
     corrections: Corrections = NO_CORRECTIONS
     """What earlier attempts of this job showed."""
+    as_free: bool = False
+    """Plan for what is free now, not for what the nodes have."""
+    avoided: frozenset[str] = frozenset()
+    """Nodes with faults, not used while another one can carry the job."""
     device: DeviceKind | None = None
     """Kind of device of these attempts, because another kind rounds differently; None: there were none."""

@@ -1,8 +1,10 @@
-"""Ranks nodes that could run a pod by their free memory, and explains the ranking.
+"""Ranks nodes that could run a pod by their free devices and memory, and explains the ranking.
 
-A node's headroom is its free bytes less what is reserved there, in multiples of what the pod will take; the scarcest
-tier decides. Differences within the tolerance are noise. A node whose memory stalls is not preferred, however much of
-it is free. Figures that are old or missing widen margins or do not count, and never keep a job from starting.
+A pod with devices prefers the node with fewest unrequested devices that has enough, so that whole nodes stay whole.
+Else, and between nodes with as many, headroom decides: a node's free bytes less what is reserved there, in multiples of
+what the pod will take, of the scarcest tier. Differences within the tolerance are noise. A node whose memory stalls is
+not preferred, however much of it is free. Figures that are old or missing widen margins or do not count, and never keep
+a job from starting.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ TOLERANCE_OF_FREE = 0.02
 MOST_STALLED = 0.05
 """Share of the time; if all tasks wait for memory longer than this, the kernel is about to reclaim the free bytes."""
 MAX_PREFERENCES = 16
+PACKING_DECAY = 0.8
+"""Weight of a node as a share of that of the one before it, where nodes are packed."""
 BEST_WEIGHT = 100
 WEIGHT_OF_OTHERS = 50
 """Highest weight of other nodes: half of the scale outweighs kube-scheduler's own scores of otherwise equal nodes."""
@@ -52,8 +56,8 @@ class Ranking:
     preferences: tuple[Preference, ...]
     """Most preferred first."""
     reason: str
-    headroom: LiveBytes
-    """Of the first node, after reservations."""
+    headroom: Mapping[Tier, int]
+    """Free bytes of the first node, after reservations; without a tier that has no series or takes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,11 @@ class _Demand:
 
     tiers: Mapping[Tier, int]
     patience: float
+    devices: int
+    """Count."""
+    resource_name: str
+    volume_class: str
+    """StorageClass of the spill volume; empty: the node's own disk."""
 
     def tolerance(self, tier: Tier, free_bytes: float) -> float:
         return self.patience * max(TOLERANCE_OF_DEMAND * self.tiers[tier], TOLERANCE_OF_FREE * free_bytes)
@@ -82,22 +91,25 @@ class _Room:
     stalls: bool
     """Whether it stalls for longer than noise."""
     sources: tuple[str, ...]
+    devices: int | None
+    """Devices that nobody requests, where each of them counts: those of a node that the pod fits; None: not known."""
+    all_devices: int
 
 
 def rank(
-    views: Sequence[NodeView], node: NodeSpec, plan: MemoryPlan, pod: PodResources, cluster: ClusterView
+    views: Sequence[NodeView],
+    node: NodeSpec,
+    plan: MemoryPlan,
+    pod: PodResources,
+    cluster: ClusterView,
+    volume_class: str = "",
 ) -> Ranking:
     """The nodes, at least one, of the class `node` by headroom for one pod of `plan`."""
-    demand = _demand(plan, pod, cluster)
+    demand = _demand(plan, pod, cluster, volume_class)
     rooms = [_room(view, node, demand, cluster) for view in views]
-    ranked = sorted(rooms, key=lambda room: (room.stalls, -room.multiple, room.node))
+    ranked = sorted(rooms, key=_order)
     best = ranked[0]
-    headroom = LiveBytes(
-        device=best.free.get(Tier.DEVICE) if Tier.DEVICE in demand.tiers else None,
-        host=best.free.get(Tier.HOST),
-        nvme=best.free.get(Tier.NVME),
-        sources=best.sources,
-    )
+    headroom = {tier: size for tier, size in best.free.items() if tier is not Tier.DEVICE or tier in demand.tiers}
     reason = f"{_comparison(ranked, demand)}{_stalls(ranked)}; {_metrics(cluster, ranked)}"
     return Ranking(_preferences([room for room in ranked if not room.stalls], demand), reason, headroom)
 
@@ -111,25 +123,36 @@ def _is_stale(cluster: ClusterView) -> bool:
     return cluster.metrics_age_seconds is not None and cluster.metrics_age_seconds > FRESH_SECONDS
 
 
-def _demand(plan: MemoryPlan, pod: PodResources, cluster: ClusterView) -> _Demand:
+def _order(room: _Room) -> tuple[bool, bool, int, float, str]:
+    return room.stalls, room.devices is None, room.devices or 0, -room.multiple, room.node
+
+
+def _demand(plan: MemoryPlan, pod: PodResources, cluster: ClusterView, volume_class: str) -> _Demand:
     tiers = {Tier.HOST: pod.memory_bytes, Tier.NVME: pod.spill_volume_bytes}
     if plan.device == "Cuda":
         tiers[Tier.DEVICE] = plan.bytes[Tier.DEVICE].total
     margin, patience = (STALE_MARGIN, STALE_PATIENCE) if _is_stale(cluster) else (1.0, 1.0)
-    return _Demand({tier: int(margin * size) for tier, size in tiers.items() if size}, patience)
+    found = {tier: int(margin * size) for tier, size in tiers.items() if size}
+    return _Demand(found, patience, pod.devices, pod.resource_name, volume_class)
 
 
 def _room(view: NodeView, node: NodeSpec, demand: _Demand, cluster: ClusterView) -> _Room:
     live = view.live if counts(cluster) and view.live is not None else LiveBytes()
-    # No more is free than there is, whatever a series says.
-    seen = {
-        Tier.DEVICE: _at_most(live.device, node.device_bytes),
-        Tier.HOST: _at_most(live.host, view.allocatable_memory_bytes),
-        Tier.NVME: _at_most(live.nvme, view.allocatable_ephemeral_bytes),
-    }
     own = [reservation for reservation in cluster.reservations if reservation.node == view.name]
+    devices = None
+    if demand.devices and view.others is not None:
+        left = view.free.allocatable_devices.get(demand.resource_name, 0)
+        devices = left - sum(reservation.devices for reservation in own)
+    # No more is free than there is, whatever a series says.
+    volume = view.volumes.get(demand.volume_class) if demand.volume_class else live.nvme
+    seen = {
+        Tier.DEVICE: _at_most(live.of_devices(devices), node.device_bytes),
+        Tier.HOST: _at_most(live.host, view.allocatable_memory_bytes),
+        Tier.NVME: volume if demand.volume_class else _at_most(volume, view.allocatable_ephemeral_bytes),
+    }
     reserved = {
-        Tier.DEVICE: sum(reservation.device for reservation in own),
+        # Of a job whose pods are not listed yet; those of others are not among the devices that nobody requests.
+        Tier.DEVICE: sum(reservation.device for reservation in own) if devices is None else 0,
         Tier.HOST: sum(reservation.host for reservation in own),
         Tier.NVME: sum(reservation.nvme for reservation in own),
     }
@@ -139,7 +162,11 @@ def _room(view: NodeView, node: NodeSpec, demand: _Demand, cluster: ClusterView)
     # A node without series counts as one where the pod just fits, and whose memory does not stall.
     stalls = live.memory_stalled is not None and live.memory_stalled > demand.patience * MOST_STALLED
     multiple = multiples[scarcest] if scarcest else 1.0
-    return _Room(view.name, free, reserved, scarcest, multiple, live.memory_stalled, stalls, live.sources)
+    fits = devices is not None and devices >= demand.devices and multiple >= 1.0
+    return _Room(
+        view.name, free, reserved, scarcest, multiple, live.memory_stalled, stalls, live.sources,
+        devices if fits else None, view.allocatable_devices.get(demand.resource_name, 0),
+    )  # fmt: skip
 
 
 def _at_most(free: int | None, capacity: int) -> int | None:
@@ -150,10 +177,15 @@ def _at_most(free: int | None, capacity: int) -> int | None:
 
 
 def _preferences(ranked: Sequence[_Room], demand: _Demand) -> tuple[Preference, ...]:
-    """Equal weights for equal headroom; none at all when more nodes are equally good than can be named."""
+    """Equal weights for equal headroom; none at all when more nodes are equally good than can be named. Where nodes are
+    packed, the first of equal ones has more weight than the next: the scheduler spreads pods that prefer many nodes."""
     if not ranked:
         return ()
     best = head = ranked[0]
+    if best.devices is not None:
+        weights = [WEIGHT_OF_OTHERS * PACKING_DECAY**number for number in range(MAX_PREFERENCES - 1)]
+        others = zip(ranked[1:MAX_PREFERENCES], weights, strict=False)
+        return Preference(best.node, BEST_WEIGHT), *(Preference(room.node, round(weight)) for room, weight in others)
     made = []
     for room in ranked:
         if not _equal(head, room, demand):
@@ -172,7 +204,7 @@ def _weight(room: _Room, best: _Room) -> int:
 def _equal(larger: _Room, smaller: _Room, demand: _Demand) -> bool:
     """The scarcest tiers are equally scarce within the tolerance; a node without series equals only such nodes, and one
     whose memory stalls only others whose memory does."""
-    if larger.stalls is not smaller.stalls:
+    if larger.stalls is not smaller.stalls or larger.devices != smaller.devices:
         return False
     if larger.scarcest is None or smaller.scarcest is None:
         return larger.scarcest is smaller.scarcest
@@ -188,6 +220,10 @@ def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
     """The difference between the best node and the next, with both figures of the scarcest tier."""
     best = ranked[0]
     other = next((room for room in ranked if not _equal(best, room, demand)), None)
+    if best.devices is not None and (other is None or other.devices not in (None, best.devices)):
+        what = f"of {best.all_devices} {demand.resource_name} unrequested (a pod takes {demand.devices})"
+        others = f", {other.node} {other.devices}; whole nodes are kept free" if other is not None else ""
+        return f"{best.node}: {best.devices} {what}{others}"
     tier = best.scarcest if other is None else other.scarcest or best.scarcest
     if tier is None and other is not None:  # a stall is all that is known to tell them apart
         return f"{best.node} before {other.node}"

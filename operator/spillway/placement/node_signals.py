@@ -41,10 +41,10 @@ def _is_recent(selector: str) -> str:
     return f"time() - timestamp({selector}) < {OLDEST_SAMPLE_SECONDS}"
 
 
-# Of several series of one node the worst counts: a series too many can make a node less attractive, never more.
+# Of several series of one thing the worst counts: a series too many can make a node less attractive, never more.
 HOST_FREE_BYTES = f"min by (node) ({recent(of_nodes(HOST_SERIES))})"
-DEVICE_FREE_MEBIBYTES = f"min by (node) ({recent(of_nodes(DEVICE_SERIES))})"
-"""Of the tightest device."""
+DEVICE_FREE_MEBIBYTES = f"min by (node, gpu, UUID, GPU_I_ID) ({recent(of_nodes(DEVICE_SERIES))})"
+"""Of each device, or instance of one (MIG)."""
 DISKS = of_nodes(DISK_SERIES, f'mountpoint=~"{"|".join(MOUNT_POINTS)}"')
 DISK_FREE_BYTES = f"min by (node, mountpoint) ({recent(DISKS)})"
 MEMORY_STALLED = f"max by (node) ({recent_rate(of_nodes(STALLED_SERIES))})"

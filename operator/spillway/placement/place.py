@@ -11,6 +11,7 @@ docs/placement.md explains each rule and its constants.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +26,15 @@ from spillway.errors import UserError
 from spillway.feedback.ladder import smaller_micro_batches
 from spillway.feedback.pod_evidence import NO_PODS_SEEN, PodEvidence, SeenPods, may_be_seen
 from spillway.feedback.profiles import evidence, measured, memory_fingerprint, model_fingerprint, profile_name
-from spillway.placement.cluster_view import ClusterView, HeldDevices, LiveBytes, NodeView, Reservation, Taint
+from spillway.placement.cluster_view import (
+    NO_REQUESTS,
+    ClusterView,
+    HeldDevices,
+    LiveBytes,
+    NodeView,
+    Reservation,
+    Taint,
+)
 from spillway.placement.device_choice import because, devices, on_device
 from spillway.placement.headroom import Preference, rank
 from spillway.plan import DeviceKind, Infeasible, MemoryPlan, Tier
@@ -45,14 +54,18 @@ from spillway.planning.pod_resources import (
     pod_resources,
     pod_runtime_bytes,
 )
-from spillway.units import MIB, format_bytes, format_seconds
+from spillway.units import GIB, MIB, format_bytes, format_seconds
 
 MAX_CLASSES = 8
 """Node classes that are planned for, those with most nodes first: a plan takes up to half a second."""
+MAX_AVOIDED = 8
+"""Nodes with faults that a pod's affinity excludes."""
 CAPACITY_DIGITS = 5
 """Binary digits of a class's capacities, rounded down: nodes that differ by a few MiB are one class."""
-GPU_PRODUCT, GPU_MEMORY = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
-"""Labels of NVIDIA's feature discovery; memory in MiB."""
+GPU_PRODUCT = "nvidia.com/gpu.product"
+"""Label of NVIDIA's feature discovery. It gives the memory of one unit of a resource (nvidia.com/gpu.memory) in MiB."""
+MIG_USABLE = 0.95
+"""Share of its nominal size that a MIG instance has, where no label says: 4864 MiB of 5 GB."""
 DEFAULT_RESOURCE: str = TrainingJobSpec.model_fields["resource_name"].default
 """Resource by which a profile's devices are counted, if the node has it and the profile does not say how many there
 are."""
@@ -84,14 +97,18 @@ class Placement:
     """Most preferred first; equal weights if the nodes do not differ."""
     reason: str
     """One sentence with the deciding figure."""
-    headroom: LiveBytes
-    """Of the preferred node, after reservations."""
+    headroom: Mapping[Tier, int]
+    """Free bytes of the preferred node, after reservations."""
     pod: PodResources
     """What each pod requests, for a text of unknown size."""
     required_labels: Mapping[str, str] = field(default_factory=dict)
     """Labels of the class (the GPU product): a required affinity, from labels only."""
     observed: ProfileEvidence | None = None
     """What earlier attempts of this model with this plan showed; None: there were none."""
+    avoided: tuple[str, ...] = ()
+    """Nodes with faults that no pod may run on."""
+    at_once: bool = True
+    """Whether the nodes have room for all pods, by the capacities that were planned for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +153,15 @@ def _place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
     """On the kind of device that the job names."""
     if cluster.nodes is None:
         return _without_view(job, cluster)
-    needs = _needs(job.spec)
-    able, misses = _could_carry(job.spec, needs, cluster.nodes)
+    needs, nodes = _needs(job.spec), cluster.nodes
+    if cluster.as_free:
+        nodes = tuple(replace(view.free, others=NO_REQUESTS, ours=NO_REQUESTS) for view in nodes)
+    able, misses = _could_carry(job.spec, needs, nodes)
     if not able:
-        return Unplaceable("NoNode", _no_node(cluster.nodes, misses))
+        return Unplaceable("NoNode", _no_node(nodes, misses))
+    sound = [view for view in able if view.name not in cluster.avoided]
+    avoided = tuple(sorted(view.name for view in able if view.name in cluster.avoided)) if sound else ()
+    able = sound or able
     now = [view for view in able if view.ready and not view.unschedulable]
     corrections = _corrections(job.spec, cluster)
     groups = _classes(job.spec, needs, now or able, corrections, _pods_seen(job.spec, cluster))
@@ -157,18 +179,24 @@ def _place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
         return _nothing_fits(job, groups, [outcome for outcome in outcomes if isinstance(outcome, Unplaceable)])
     best, waiting_for = _best(fitting, job.spec, cluster.held)
     plan = best.plan if alone else _explained(job, best.group)
-    ranking = rank(best.group.views, best.group.node, plan, best.pod, cluster)
+    ranking = rank(best.group.views, best.group.node, plan, best.pod, cluster, job.spec.spill.storage_class_name or "")
     waiting = f"none of {len(able)} nodes that could carry it is ready and schedulable now, waiting for one; "
     return Placement(
         plan=plan,
         node=best.group.node,
         preferences=ranking.preferences,
-        reason=("" if now else waiting) + waiting_for + ranking.reason,
+        reason=("" if now else waiting) + waiting_for + ranking.reason + _without(avoided),
         headroom=ranking.headroom,
         pod=best.pod,
         required_labels=dict(best.group.required_labels),
         observed=_observed(job.spec, plan, cluster, best.seen),
+        avoided=avoided[:MAX_AVOIDED],
+        at_once=best.num_pods >= job.spec.parallelism.nodes,
     )
+
+
+def _without(avoided: Sequence[str]) -> str:
+    return f"; not on {', '.join(avoided[:MAX_AVOIDED])}, where attempts failed" if avoided else ""
 
 
 # --- which nodes could carry a pod ------------------------------------------------------------------------------------
@@ -206,19 +234,23 @@ def _could_carry(
     return able, misses
 
 
-def _miss(spec: TrainingJobSpec, needs: _Needs, view: NodeView) -> tuple[int, str] | None:
+def _miss(  # noqa: PLR0911 - one line per condition
+    spec: TrainingJobSpec, needs: _Needs, view: NodeView
+) -> tuple[int, str] | None:
     """What keeps `view` from ever carrying a pod, and how many conditions it met before; None = nothing."""
     device, ranks = device_kind(spec), spec.parallelism.devices_per_node
     for key, value in spec.scheduling.node_selector.items():
         if view.labels.get(key) != value:
             return 0, f"{view.name} has {key}={view.labels.get(key, '')!r}, spec.scheduling.nodeSelector asks {value!r}"
     for taint in view.taints:
-        if _repels(taint, spec.scheduling.tolerations):
+        if _repels(taint, pod_tolerations(spec, device)):
             shown = f"{taint.key}={taint.value}:{taint.effect}" if taint.value else f"{taint.key}:{taint.effect}"
             return 1, f"{view.name} has the taint {shown}, which spec.scheduling.tolerations does not tolerate"
     devices = view.allocatable_devices.get(spec.resource_name, 0)
     if device == "Cuda" and devices < ranks:
         return 2, f"{view.name} has {devices} {spec.resource_name}, a pod needs {ranks}"
+    if device == "Cuda" and ranks > 1 and (part := gpu_part(view.labels, spec.resource_name)).name:
+        return 2, f"{view.name} divides its devices ({part.name}); a pod with {ranks} of them needs whole devices"
     memory = least_memory_bytes(needs.runtime_bytes, ranks, device)
     if view.allocatable_memory_bytes < memory:
         has = format_bytes(view.allocatable_memory_bytes)
@@ -227,6 +259,13 @@ def _miss(spec: TrainingJobSpec, needs: _Needs, view: NodeView) -> tuple[int, st
         has, asked = format_bytes(view.allocatable_ephemeral_bytes), format_bytes(needs.storage_bytes)
         return 4, f"{view.name} has {has} of ephemeral storage, a pod needs {asked} beside its spill"
     return None
+
+
+def pod_tolerations(spec: TrainingJobSpec, device: DeviceKind) -> tuple[Toleration, ...]:
+    """The job's, and of a pod with devices that of nodes kept for them: what the API server adds where its admission
+    plugin ExtendedResourceToleration is on."""
+    own = (Toleration(key=spec.resource_name, operator="Exists", effect="NoSchedule"),) if device == "Cuda" else ()
+    return (*spec.scheduling.tolerations, *(one for one in own if one not in spec.scheduling.tolerations))
 
 
 def _repels(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
@@ -314,6 +353,8 @@ def _class_of(spec: TrainingJobSpec, needs: _Needs, view: NodeView, pod_factor: 
     limit = view.allocatable_memory_bytes
     if node is view.profile:
         limit = min(limit, node.host_bytes)
+    if spec.memory.budget.host is None:
+        limit = _share(spec, view, limit)
     limit = limit if pod_factor <= 1.0 else int(limit / pod_factor) - MIB
     plannable = plannable_memory_bytes(limit, needs.runtime_bytes, spec.parallelism.devices_per_node, device)
     memory = rounded_down(plannable)
@@ -325,6 +366,12 @@ def _class_of(spec: TrainingJobSpec, needs: _Needs, view: NodeView, pod_factor: 
     return _NodeClass(replace(node, device_bytes=memory, host_bytes=memory, nvme_bytes=spill), memory, ())
 
 
+def _share(spec: TrainingJobSpec, view: NodeView, num_bytes: int) -> int:
+    """What a pod may take of a node where the job names no budget: on GPUs as large a share as of the devices."""
+    devices, ranks = view.allocatable_devices.get(spec.resource_name, 0), spec.parallelism.devices_per_node
+    return num_bytes * ranks // devices if device_kind(spec) == "Cuda" and devices > ranks else num_bytes
+
+
 def base_node(view: NodeView, device: DeviceKind, resource_name: str) -> NodeSpec:
     """Rates and device of a node: measured (NodeProfile) where there is a profile of this kind of device, else the
     catalog's, with as many devices as it has of the extended resource `resource_name`."""
@@ -332,11 +379,56 @@ def base_node(view: NodeView, device: DeviceKind, resource_name: str) -> NodeSpe
         return view.profile
     cores = max(1, int(view.allocatable_cores))
     if device == "Cuda":
-        label = view.labels.get(GPU_MEMORY, "")
-        memory_bytes = int(label) * MIB if label.isdecimal() else None
-        devices = view.allocatable_devices.get(resource_name, 1)
-        return replace(gpu_node(view.labels.get(GPU_PRODUCT, ""), memory_bytes, devices), num_cores=cores)
+        part, product = gpu_part(view.labels, resource_name), view.labels.get(GPU_PRODUCT, "")
+        whole = gpu_node(_PART_OF.sub("", product), part.memory_bytes, view.allocatable_devices.get(resource_name, 1))
+        return replace(
+            whole,
+            device_bytes=int(whole.device_bytes * (part.of_bandwidth if part.memory_bytes is None else 1.0)),
+            name=whole.name + (f"-{part.name}" if part.name else ""),
+            num_cores=cores,
+            bfloat16_flops_per_second=whole.bfloat16_flops_per_second * part.of_compute,
+            float32_flops_per_second=whole.float32_flops_per_second * part.of_compute,
+            device_bytes_per_second=whole.device_bytes_per_second * part.of_bandwidth,
+        )
     return replace(local_node(cores, 0, 0, 0), name=f"cpu-{cores}-cores")
+
+
+class GpuPart(NamedTuple):
+    """What one unit of a resource is: a whole device, a MIG instance, or a share of a device that several pods use."""
+
+    name: str
+    """mig-1g.5gb, 1-of-4; empty: the whole device"""
+    memory_bytes: int | None
+    """None: its labels do not say."""
+    of_compute: float = 1.0
+    of_bandwidth: float = 1.0
+
+
+_MIG = re.compile(r"(?:^nvidia\.com/mig|-MIG)-(\d+)g\.(\d+)gb")
+_PART_OF = re.compile(r"(?:-MIG-\d+g\.\d+gb\S*?)?(?:-SHARED)?$")
+"""What NVIDIA's feature discovery adds to the product of a device that is divided."""
+MIG_COMPUTE_SLICES, MIG_MEMORY_SLICES = 7, 8
+
+
+def gpu_part(labels: Mapping[str, str], resource_name: str) -> GpuPart:
+    """By the resource and the labels of NVIDIA's feature discovery. Pods that share a device by time or MPS get equal
+    shares of its memory, whatever the other pods do."""
+    is_mig = resource_name.startswith("nvidia.com/mig-")
+    mig = _MIG.search(resource_name if is_mig else labels.get(GPU_PRODUCT, ""))
+    of = resource_name if is_mig else "nvidia.com/gpu"
+    size, replicas = labels.get(f"{of}.memory", ""), labels.get(f"{of}.replicas", "")
+    memory = int(size) * MIB if size.isdecimal() else None
+    compute = bandwidth = 1.0
+    name = ""
+    if mig is not None:
+        slices, gigabytes = int(mig[1]), int(mig[2])
+        name, compute = f"mig-{slices}g.{gigabytes}gb", min(1.0, slices / MIG_COMPUTE_SLICES)
+        bandwidth = min(1.0, slices / MIG_MEMORY_SLICES)
+        memory = memory or int(MIG_USABLE * gigabytes * GIB)
+    if replicas.isdecimal() and (count := int(replicas)) > 1:
+        name = f"{name}-1-of-{count}".lstrip("-")
+        memory, compute, bandwidth = memory // count if memory else None, compute / count, bandwidth / count
+    return GpuPart(name, memory, compute, bandwidth)
 
 
 def profiled(view: NodeView, profile: NodeProfileSpec) -> NodeView:
@@ -350,10 +442,15 @@ def profiled(view: NodeView, profile: NodeProfileSpec) -> NodeView:
 
 
 def _spill_capacity(spec: TrainingJobSpec, needs: _Needs, view: NodeView) -> int:
-    """Room for slabs: the node's ephemeral storage, or the volume that the storage class makes as large as asked."""
+    """Room for slabs: the node's ephemeral storage, or the volumes that the storage class makes as large as asked, or
+    as its driver says."""
     if spec.spill.storage_class_name:
-        return spec.memory.budget.nvme or resolve_node("cpu").nvme_bytes
-    room = plannable_spill_bytes(view.allocatable_ephemeral_bytes, needs.storage_bytes)
+        asked = spec.memory.budget.nvme or resolve_node("cpu").nvme_bytes
+        largest = view.volumes.get(spec.spill.storage_class_name)
+        return asked if largest is None else min(asked, spec.spill.num_volumes * plannable_spill_bytes(largest, 0))
+    storage = view.allocatable_ephemeral_bytes
+    storage = _share(spec, view, storage) if spec.memory.budget.nvme is None else storage
+    room = plannable_spill_bytes(storage, needs.storage_bytes)
     profile = view.profile
     return max(0, min(room, profile.nvme_bytes) if profile is not None else room)
 
@@ -424,6 +521,10 @@ def _explained(job: TrainingJob, group: _NodeClass) -> MemoryPlan:
 def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryPlan | Infeasible:
     ranks, own = job.spec.parallelism.devices_per_node, on_device(job, group.node.device_kind)
     overrides = Overrides(corrections=group.corrections)
+    if group.node.device_kind == "Cuda":  # what a class has is what a pod may take of it
+        budget, node = job.spec.memory.budget, group.node
+        host = node.host_bytes if budget.host is None else None
+        overrides = replace(overrides, host_bytes=host, nvme_bytes=node.nvme_bytes if budget.nvme is None else None)
     return plan_run(own, group.node, overrides, group.shared_bytes, ranks, planned=known_plan, explained=explained)
 
 
@@ -458,7 +559,7 @@ def _within_its_pod(plan: MemoryPlan) -> MemoryPlan:
 
 
 def _pods_on(view: NodeView, pod: PodResources) -> int:
-    """Pods that fit an empty node, by what is requested of memory, disk, cores and devices."""
+    """Pods that fit the node, by what is requested of memory, disk, cores and devices."""
     counts = [
         view.allocatable_memory_bytes // pod.memory_bytes,
         view.allocatable_ephemeral_bytes // pod.ephemeral_storage_bytes,
@@ -492,9 +593,9 @@ def _best(choices: Sequence[_Choice], spec: TrainingJobSpec, held: Sequence[Held
     if first == fastest:
         return able[first], ""
     ratio, wait = able[first].seconds / able[fastest].seconds, waits[fastest]
-    until = "nobody knows how long" if wait == math.inf else format_seconds(wait)
+    until = ", nobody knows for how long" if wait == math.inf else f" for {format_seconds(wait)}"
     name = able[fastest].group.node.name
-    return able[first], f"{name} would be {ratio:.2g} times as fast, and its devices are held for {until}; "
+    return able[first], f"{name} would be {ratio:.2g} times as fast, but other pods hold it{until}; "
 
 
 def _first(choices: Sequence[_Choice], ends: Sequence[float]) -> int:
@@ -507,14 +608,19 @@ def _tie_break(choice: _Choice) -> tuple[int, str, str]:
 
 
 def _wait_seconds(choice: _Choice, num_nodes: int, held: Sequence[HeldDevices]) -> float:
-    """Seconds until the class has enough free devices, if other jobs of the operator take as long as their status says;
-    infinite if unknown. Other users' pods, and how devices are spread over nodes, are not considered."""
-    name, group = choice.pod.resource_name, choice.group
-    here = [one for one in held if one.resource_name == name and _holds_in(one, group)] if choice.pod.devices else []
-    free = sum(view.allocatable_devices.get(name, 0) for view in group.views) - sum(one.devices for one in here)
+    """Seconds until the class has room for all pods, if other jobs of the operator take as long as their status says;
+    infinite if unknown. How devices are spread over nodes is not considered."""
+    name, group, pod = choice.pod.resource_name, choice.group, choice.pod
+    if sum(_pods_on(view.beside_others, pod) for view in group.views) < num_nodes:
+        return math.inf
+    if not pod.devices:
+        return 0.0 if sum(_pods_on(view.free, pod) for view in group.views) >= num_nodes else math.inf
+    here = [one for one in held if one.resource_name == name and _holds_in(one, group)]
+    there = sum(view.beside_others.allocatable_devices.get(name, 0) for view in group.views)
+    free = there - sum(one.devices for one in here)
     wait = 0.0
     for one in sorted(here, key=lambda one: math.inf if one.seconds_left is None else one.seconds_left):
-        if free >= num_nodes * choice.pod.devices:
+        if free >= num_nodes * pod.devices:
             break
         free += one.devices
         wait = math.inf if one.seconds_left is None else one.seconds_left
@@ -574,7 +680,7 @@ def _without_view(job: TrainingJob, cluster: ClusterView) -> Placement | Unplace
         node=group.node,
         preferences=(),
         reason=f"planned for the catalog's {group.node.name}: the operator may not list nodes (NoNodeView)",
-        headroom=LiveBytes(),
+        headroom={},
         pod=pod,
         required_labels=dict(group.required_labels),
         observed=_observed(job.spec, plan, cluster, seen),

@@ -72,6 +72,7 @@ def write(
         status=_document(after),
         events=(
             *_restart_note(case),
+            *_fault_notes(before.attempts, after.attempts),
             *member_notes(before.members, after.members),
             *correction_notes(before.memory, after.memory, is_corrected=case.is_corrected),
             *c.notes(before.conditions, conditions),
@@ -86,6 +87,16 @@ def _restart_note(case: Case) -> tuple[EventNote, ...]:
     if not case.because or case.attempts.ended <= (case.before.attempts or Attempts()).ended:
         return ()
     return (EventNote("Warning", case.attempts.last_reason, "Restart", c.clean(case.because)),)
+
+
+def _fault_notes(before: Attempts | None, after: Attempts | None) -> tuple[EventNote, ...]:
+    """The event about a node that the job avoids from now on."""
+    known = (before.faulty_nodes if before is not None else None) or ()
+    return tuple(
+        EventNote("Warning", "NodeAvoided", "Restart", f"{one.reason} on {one.node}: this job avoids it for a day")
+        for one in (after.faulty_nodes if after is not None else None) or ()
+        if one not in known
+    )
 
 
 def _ran_out(before: TrainingJobStatus, after: TrainingJobStatus) -> tuple[Escalation, ...]:

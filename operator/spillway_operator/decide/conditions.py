@@ -70,13 +70,20 @@ CAUSES: dict[str, str] = {
     retries.JOB_DELETED: "the attempt's Job was deleted",
     retries.GANG_YIELDED: "only some of its pods had nodes, and they were released for an older job, or after a time "
     "limit",
+    retries.REPLANNED: "the scheduler found no node for its pods, and another plan fits what is free",
     retries.STALLED: "no step was reported for lifecycle.stallSeconds",
     retries.DEADLINE_EXCEEDED: "attempts ran for lifecycle.activeDeadlineSeconds",
     retries.PENDING_DEADLINE_EXCEEDED: "no attempt ran for lifecycle.pendingDeadlineSeconds; the message says why",
 }
 """Why an attempt ended: reasons of Failed, and of attempts.lastReason."""
 
-ENDINGS = (retries.STALLED, retries.DEADLINE_EXCEEDED, retries.PENDING_DEADLINE_EXCEEDED, retries.GANG_YIELDED)
+ENDINGS = (
+    retries.STALLED,
+    retries.DEADLINE_EXCEEDED,
+    retries.PENDING_DEADLINE_EXCEEDED,
+    retries.GANG_YIELDED,
+    retries.REPLANNED,
+)
 """Reasons of Running while the operator ends an attempt; they are written before the attempt is ended."""
 
 REASONS: dict[str, dict[str, str]] = {
@@ -129,6 +136,8 @@ REASONS: dict[str, dict[str, str]] = {
         "withdrawn",
         retries.GANG_YIELDED: "False: only some of the attempt's pods have nodes: it releases them, and another one "
         "follows",
+        retries.REPLANNED: "False: the scheduler finds no node for the attempt's pods, and another plan fits what is "
+        "free: the attempt is withdrawn, and one with that plan follows",
         JOB_GONE: "False: the attempt's Job was deleted and one of its pods was left behind; the message says which",
         "Queued": "False: the attempt waits in a queue",
         RESTARTING: "False: the last attempt ended and another one follows",

@@ -22,7 +22,7 @@ from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.feedback.recent_peaks import LEAST_PLAUSIBLE
 from spillway.placement.cluster_view import Taint
-from spillway.placement.place import tolerates
+from spillway.placement.place import pod_tolerations, tolerates
 from spillway.plan import PLAN_VERSION, MemoryPlan
 from spillway.planning.pod_resources import PodResources, pod_resources
 from spillway.units import format_bytes, format_cores, format_quantity
@@ -87,6 +87,8 @@ class Decision(BaseModel):
     preferences: tuple[Preferred, ...] = ()
     required_labels: dict[str, str] = {}
     """Labels of the node class that the plan is for."""
+    avoided_nodes: tuple[str, ...] = ()
+    """Nodes with faults, on which no pod may run."""
     metrics: MetricsSeen | None = None
     because: str = ""
     """Why the previous attempt ended, if this one is a restart."""
@@ -473,16 +475,17 @@ def _scheduling(files: AttemptFiles) -> dict[str, Any]:
     otherwise the shorter one would apply.
     """
     scheduling = files.job.spec.scheduling
+    tolerations = pod_tolerations(files.job.spec, files.plan.device)
     found: dict[str, Any] = {}
     if scheduling.node_selector:
         found["nodeSelector"] = dict(scheduling.node_selector)
     found["tolerations"] = [
         {key: value for key, value in toleration.model_dump(mode="json", exclude_none=True).items() if value != ""}
-        for toleration in scheduling.tolerations
+        for toleration in tolerations
     ] + [
         {"key": taint.key, "operator": "Exists", "effect": taint.effect, "tolerationSeconds": NODE_LOST_SECONDS}
         for taint in NODE_LOST_TAINTS
-        if not any(tolerates(toleration, taint) for toleration in scheduling.tolerations)
+        if not any(tolerates(toleration, taint) for toleration in tolerations)
     ]
     terms = [
         {
@@ -496,10 +499,14 @@ def _scheduling(files: AttemptFiles) -> dict[str, Any]:
     required = [
         {"key": key, "operator": "In", "values": [value]} for key, value in files.decision.required_labels.items()
     ]
+    excluded = [
+        {"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in files.decision.avoided_nodes
+    ]
     affinity: dict[str, Any] = {}
-    if required:
+    if required or excluded:
+        term = {"matchExpressions": required, "matchFields": excluded}
         affinity["requiredDuringSchedulingIgnoredDuringExecution"] = {
-            "nodeSelectorTerms": [{"matchExpressions": required}]
+            "nodeSelectorTerms": [{name: found for name, found in term.items() if found}]
         }
     if terms:
         affinity["preferredDuringSchedulingIgnoredDuringExecution"] = terms

@@ -194,6 +194,8 @@ class Observed:
     silence within that time says something about a trainer."""
     queue_says: str | None = None
     """The queue's own message why it has not admitted the newest attempt; None = not requested."""
+    capacity_is_fresh: bool = False
+    """Whether nodes and their pods were listed for this look, or shortly before."""
     waiting_gangs: tuple[WaitingGang, ...] | None = None
     """All that the watches know; None = not requested."""
     others_silent_seconds: float | None = None
@@ -234,7 +236,8 @@ class Desired:
     """Out-of-memory ends that the status accounts for the first time: MemoryProfiles record them."""
     look_again_seconds: float | None = None
     needs: frozenset[str] = field(default_factory=frozenset)
-    """Fields of Observed needed for the decision: contracts, pods, claims, queue_says, waiting_gangs."""
+    """Fields of Observed needed for the decision: contracts, pods, claims, queue_says, waiting_gangs, and
+    capacity."""
 
     @property
     def changes_nothing(self) -> bool:

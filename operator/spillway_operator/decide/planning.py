@@ -61,6 +61,8 @@ def plan_attempt(
     cluster = replace(cluster, trainer_image=facts.trainer_image, device=device)
     try:
         placed = _placed(job, cluster, past, place)
+        if cluster.as_free and isinstance(placed, Unplaceable):
+            placed = _placed(job, replace(cluster, as_free=False), past, place)
     except UserError as error:
         return false(c.ACCEPTED, c.INVALID_SPEC, str(error))
     except TimeoutError as error:
@@ -76,6 +78,7 @@ def plan_attempt(
         attempts=past.attempts,
         preferences=tuple(Preferred(node=best.node, weight=best.weight) for best in placed.preferences),
         required_labels=dict(placed.required_labels),
+        avoided_nodes=placed.avoided,
         metrics=metrics_seen(cluster),
         because=past.because,
         escalations=with_changes(past.escalations, past.failures, placed.plan),
@@ -145,7 +148,7 @@ def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:
         calibrated=plan.prediction.calibrated,
         nodes=tuple(best.node for best in placed.preferences[:MOST_NODES]),
         reason=c.clean(placed.reason, LONGEST_TEXT),
-        headroom=_quantities(room.device, room.host, room.nvme),
+        headroom=_quantities(*(room.get(tier) for tier in Tier)),
         metrics_age="" if cluster.metrics_age_seconds is None else format_seconds(cluster.metrics_age_seconds),
         metrics_source=c.clean(cluster.metrics_source, 64),
         observed=placed.observed,

@@ -25,10 +25,18 @@ from pydantic import ValidationError
 from spillway.api.field_types import MAX_COUNT
 from spillway.api.limits import MANAGER
 from spillway.api.pod import DEFAULT_RESTARTS
-from spillway.api.status import MOST_ESCALATIONS, Escalation, TrainingJobStatus
+from spillway.api.status import MOST_ESCALATIONS, MOST_FAULTY_NODES, Escalation, FaultyNode, TrainingJobStatus
 from spillway.errors import ExitCode
 from spillway.feedback.ladder import tries_are_used_up
-from spillway.feedback.retries import GANG_YIELDED, JOB_DELETED, MEMORY_ERRORS, NODE_LOST, Retry, retry_of
+from spillway.feedback.retries import (
+    GANG_YIELDED,
+    JOB_DELETED,
+    MEMORY_ERRORS,
+    NODE_LOST,
+    Retry,
+    is_fault_of_node,
+    retry_of,
+)
 from spillway.placement import place as placement
 from spillway.units import format_seconds
 
@@ -56,10 +64,14 @@ from .observed import AttemptObject, Deletion, Desired, Observed, PodObject
 from .planning import advice
 from .pods import is_finished, is_lost, pod_findings, waits_for_lost_nodes
 from .progress_status import as_fields, at_rest, at_the_end, reported, with_report, with_saved_step
-from .starting import begun, durability, start, waits_for_quota
+from .starting import begun, durability, fits_elsewhere, start, waits_for_quota
 
 SLOWEST_POD_LOOK_SECONDS = 30.0
 """Longest interval between looks at pods that are not running: no watch reports them, and the cause may change."""
+REPLAN_SECONDS = 30.0
+"""At least as long as the longest interval between looks."""
+MOST_REPLAN_WAITS = 16
+"""Longest interval between two tries, in REPLAN_SECONDS."""
 SHORT_ATTEMPT_SECONDS = 600.0
 """An attempt that ends sooner makes the next pause longer."""
 LONGEST_PAUSE_SECONDS = 300.0
@@ -258,10 +270,25 @@ def _not_ready(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 
         if gangs.holds_in_part(case, pods) and case.observed.waiting_gangs is None:
             return Desired(needs=frozenset({"waiting_gangs"}))
         over = expired(case, obstacle) or gangs.yields(case, pods)
+        if over is None and _may_replan(case, pods):
+            if not case.observed.capacity_is_fresh:
+                return Desired(needs=frozenset({"pods", "capacity"}))
+            over = fits_elsewhere(case)
         if over is not None:
             return _end(case, over)
     waited = min(waited, case.seconds_since(c.RUNNING, "False"), SLOWEST_POD_LOOK_SECONDS)
     return write(case, look_again=patience(waited))
+
+
+def _may_replan(case: Case, pods: tuple[PodObject, ...]) -> bool:
+    """Whether to look for a plan that fits what is free now: no pod has a node, nor is there a queue to go back to, and
+    the scheduler has looked for REPLAN_SECONDS, or twice, four times ... as long."""
+    if given(case.spec, "scheduling.queueName") or any(pod.node for pod in pods):
+        return False
+    if not all(pod.unschedulable for pod in pods):
+        return False
+    tries = int(case.seconds_since(c.SCHEDULED, "False") // REPLAN_SECONDS)
+    return tries > 0 and (tries & (tries - 1) == 0 or tries % MOST_REPLAN_WAITS == 0)
 
 
 def _began_seconds(case: Case, attempt: AttemptObject) -> float:
@@ -430,6 +457,7 @@ def _accounted(case: Case, cause: Cause, short_in_a_row: int, end: str) -> Case:
         "memory_errors": known.memory_errors + (cause.reason in MEMORY_ERRORS),
         "last_reason": cause.reason,
         "last_node": cause.node[:253],
+        "faulty_nodes": _faulty_nodes(case, cause),
         "last_rank": cause.rank if cause.rank is not None and cause.rank <= MAX_COUNT else None,
         "end_time": case.now,
         "short_in_a_row": short_in_a_row,
@@ -441,6 +469,15 @@ def _accounted(case: Case, cause: Cause, short_in_a_row: int, end: str) -> Case:
         ran_out = Escalation(attempt=known.total, reason=cause.reason)
         case = case.changed(escalations=(*case.status.escalations, ran_out)[-MOST_ESCALATIONS:])
     return case.changed(attempts=known.model_copy(update=changes), members=at_rest(case.status.members))
+
+
+def _faulty_nodes(case: Case, cause: Cause) -> tuple[FaultyNode, ...] | None:
+    """Nodes that the job avoids, with the one that the end of the attempt speaks against."""
+    known = case.attempts
+    kept = tuple(one for one in known.faulty_nodes or () if one.node != cause.node)
+    if not is_fault_of_node(cause.reason, cause.node, known.last_reason, known.last_node):
+        return known.faulty_nodes
+    return (*kept, FaultyNode(node=cause.node, reason=cause.reason, time=case.now))[-MOST_FAULTY_NODES:]
 
 
 # --- no attempt exists ------------------------------------------------------------------------------------------------

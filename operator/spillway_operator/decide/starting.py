@@ -7,15 +7,18 @@ from dataclasses import replace
 from spillway.api.status import MAX_ATTEMPTS, MOST_ESCALATIONS, Escalation
 from spillway.api.training_job import TrainingJob
 from spillway.errors import UserError
-from spillway.feedback.retries import MEMORY_ERRORS
+from spillway.feedback.retries import MEMORY_ERRORS, REPLANNED
+from spillway.placement.cluster_view import ClusterView
+from spillway.placement.place import Unplaceable
 from spillway.plan import Tier
+from spillway.units import format_bytes
 
 from . import conditions as c
 from . import manifests
 from .acceptance import Refusal, accept, claim_names, claim_problem, forbidden_change, given
 from .answer import PATIENCE_SECONDS, give_up, patience, write
 from .attempt_end import Cause
-from .case import Case
+from .case import Case, seconds_of
 from .conditions import Finding, false, true, unknown
 from .contracts import memory_failures, missing, newest_begun, newest_contract, read_files
 from .deadlines import expired
@@ -23,6 +26,9 @@ from .manifests import AttemptFiles
 from .observed import Desired
 from .planning import AttemptHistory, as_decided, is_ours, next_attempts, plan_attempt
 from .progress_status import at_the_start
+
+AVOIDED_SECONDS = 86400.0
+"""How long a job avoids a node that failed it."""
 
 
 def start(case: Case) -> Desired:
@@ -40,7 +46,8 @@ def start(case: Case) -> Desired:
     committed = newest_contract(case)
     # If status.attempts is lost, the newest contract may already have run: its number counts as used.
     files = read_files(case, committed) if committed > case.attempts.total and not case.count_is_lost else None
-    uid, facts, cluster = case.observed.job.uid, case.observed.facts, case.observed.cluster
+    uid, facts, cluster = case.observed.job.uid, case.observed.facts, _cluster(case)
+    cluster = replace(cluster, as_free=case.attempts.last_reason == REPLANNED)
     if files is not None and is_ours(files, outcome, uid, facts):
         return _create(case, files)
     number = 1 + max(case.attempts.total, committed, *(attempt.attempt for attempt in case.owned), 0)
@@ -48,6 +55,34 @@ def start(case: Case) -> Desired:
         return _wait(case, _NO_NUMBER)
     decided = plan_attempt(outcome, uid, cluster, facts, _past(case, number), case.place)
     return _not_planned(case, decided) if isinstance(decided, Finding) else _create(case, decided)
+
+
+def _cluster(case: Case) -> ClusterView:
+    """As this job should see it: without the nodes that failed it in the last AVOIDED_SECONDS."""
+    known = case.attempts.faulty_nodes or ()
+    faulty = {one.node for one in known if 0 <= case.seconds_now - seconds_of(one.time) < AVOIDED_SECONDS}
+    return replace(case.observed.cluster, avoided=case.observed.cluster.avoided | faulty)
+
+
+def fits_elsewhere(case: Case) -> Cause | None:
+    """Why the current attempt, for whose pods there is no node, gives way to one with another plan; None: it does not,
+    because none fits what is free now, or the same one does by what is known."""
+    outcome, planned = accept(case.observed.job), case.status.plan
+    if isinstance(outcome, Refusal) or planned is None:
+        return None
+    facts = case.observed.facts
+    cluster = replace(_cluster(case), as_free=True, trainer_image=facts.trainer_image, device=planned.device or None)
+    try:
+        placed = case.place(outcome, cluster)
+    except UserError:
+        return None
+    if isinstance(placed, Unplaceable) or not placed.at_once:
+        return None
+    known = planned.pod_memory or 0
+    if placed.node.name == planned.node and placed.pod.memory_bytes >= known:
+        return None
+    less = f"a pod of {format_bytes(placed.pod.memory_bytes)} in place of {format_bytes(known)}"
+    return Cause(REPLANNED, f"the scheduler finds no node; planned again for what is free: {placed.node.name}, {less}")
 
 
 def _past(case: Case, number: int) -> AttemptHistory:

@@ -1,4 +1,4 @@
-"""Cluster: nodes, their profiles and live bytes, and models' observed memory, as input for placement.
+"""Cluster: nodes, their profiles, pods and live bytes, and models' observed memory, as input for placement.
 
 Objects are listed when a plan needs them and cached for a while; live figures are read in the background.
 """
@@ -18,13 +18,35 @@ from spillway.api.profiles import MemoryProfileSpec, NodeProfileSpec
 from spillway.feedback.pod_evidence import PodEvidence
 from spillway.feedback.profiles import observed_corrections, observed_peaks, observed_pods
 from spillway.metrics import TIER_BYTES
-from spillway.placement.place import ClusterView, LiveBytes, NodeView, Taint, profiled
+from spillway.placement.place import ClusterView, LiveBytes, NodeView, Reservation, Taint, profiled
 from spillway.planning.corrections import Corrections
-from spillway.units import parse_cores, parse_quantity
 
-from ..kube.api_client import MEMORY_PROFILES, NODE_PROFILES, NODES, ApiClient, ApiError, NotFound, RequestRejected
-from ..kube.store import Key
+from ..decide.observed import JobObject
+from ..kube.api_client import (
+    MEMORY_PROFILES,
+    NODE_PROFILES,
+    NODES,
+    PODS,
+    STORAGE_CAPACITIES,
+    ApiClient,
+    ApiError,
+    ApiResource,
+    NotFound,
+    RequestRejected,
+)
+from .faulty_nodes import FaultyNodes
 from .metrics_source import MetricsSnapshot, MetricsSource
+from .pod_requests import (
+    ON_NODES,
+    RequestsByNode,
+    extended_resources,
+    project_capacity,
+    project_requests,
+    read_cores,
+    read_count,
+    sums,
+    volumes_of,
+)
 from .reservations import Reservations
 
 logger = logging.getLogger(__name__)
@@ -36,7 +58,7 @@ OLDEST_NODES_SECONDS = 300.0
 OLDEST_PEAKS_SECONDS = 300.0
 """How long profiles of a namespace in which nothing is planned are kept."""
 
-N = TypeVar("N", int, float)
+P = TypeVar("P")
 Peaks = Mapping[str, Mapping[str, int]]
 """Fingerprint of a model's memory -> tier -> bytes."""
 
@@ -73,6 +95,9 @@ class Cluster:
         self._listing = asyncio.Lock()
         self._nodes: tuple[NodeView, ...] | None = None
         self._nodes_time = float("-inf")
+        self._requests: RequestsByNode | None = None
+        """None: not known."""
+        self._faulty = FaultyNodes()
         self._known: dict[str, Known] = {}
         """By namespace."""
         self._joined: tuple[object, object, tuple[NodeView, ...]] | None = None
@@ -89,6 +114,11 @@ class Cluster:
         """Makes the next plan in the namespace list its profiles again."""
         if known := self._known.get(namespace):
             self._known[namespace] = replace(known, is_current=False)
+
+    @property
+    def avoided_nodes(self) -> frozenset[str]:
+        """Nodes that no job should use."""
+        return self._faulty.avoided(time.time())
 
     async def _refresh_nodes(self) -> None:
         age = self._clock() - self._nodes_time
@@ -119,21 +149,32 @@ class Cluster:
         kept = {other: found for other, found in self._known.items() if now - found.listed < OLDEST_PEAKS_SECONDS}
         self._known = kept | {namespace: replace(known, listed=self._clock(), is_current=True)}
 
-    def view(self, key: Key) -> ClusterView:
-        """The cluster as of now, for the job `key`."""
-        now = self._clock()
+    def view(self, job: JobObject) -> ClusterView:
+        """The cluster as of now, for this job. Takes note of the nodes that failed it."""
+        self._faulty.seen(job)
+        key, now = job.key, self._clock()
         snapshot = self._metrics.snapshot(now)
         known = self._known.get(key[0], Known())
         return ClusterView(
-            nodes=None if self._nodes is None else self._with_live_bytes(self._nodes, snapshot),
+            nodes=None if self._nodes is None else self._with_ours(self._with_live_bytes(self._nodes, snapshot), job),
             metrics_age_seconds=snapshot.age_seconds,
             metrics_problem=snapshot.problem,
             metrics_source=snapshot.source,
-            reservations=self._reservations.of_others(key, now),
+            reservations=tuple(map(self._as_listed, self._reservations.of_others(key, now))),
             observed_peaks=known.peaks,
             model_corrections=known.corrections,
             observed_pods=known.pods,
+            avoided=self.avoided_nodes,
         )
+
+    def _as_listed(self, reservation: Reservation) -> Reservation:
+        """Without devices that are among the listed pods' requests."""
+        listed = self._requests is not None and reservation.owner in self._requests.ours
+        return replace(reservation, devices=0) if listed else reservation
+
+    def _with_ours(self, nodes: tuple[NodeView, ...], job: JobObject) -> tuple[NodeView, ...]:
+        ours = {} if self._requests is None else self._requests.ours_by_node(job.uid)
+        return tuple(replace(node, ours=ours[node.name]) if node.name in ours else node for node in nodes)
 
     def _with_live_bytes(self, nodes: tuple[NodeView, ...], snapshot: MetricsSnapshot) -> tuple[NodeView, ...]:
         known = self._joined
@@ -144,13 +185,33 @@ class Cluster:
 
     async def _list_nodes(self) -> tuple[NodeView, ...]:
         nodes = await self._client.list(NODES, "", project_node)
+        pods = await self._listed(PODS, project_requests, ON_NODES)
+        capacities = await self._listed(STORAGE_CAPACITIES, project_capacity)
+        self._requests = None if pods is None else sums(pods)
+        found = [
+            replace(
+                node if self._requests is None else self._requests.on(node),
+                volumes=volumes_of(node.labels, capacities or ()),
+            )
+            for node in nodes.items
+        ]
         try:
             listed = await self._client.list(NODE_PROFILES, "", _node_profile)
         except (NotFound, RequestRejected) as error:  # the kind is not installed, or not permitted
             logger.warning("cannot list node profiles, using the catalog's rates: %s", error)
-            return nodes.items
+            return tuple(found)
         profiles = dict(listed.items)
-        return tuple(_with_profile(node, profiles.get(node.name)) for node in nodes.items)
+        return tuple(_with_profile(node, profiles.get(node.name)) for node in found)
+
+    async def _listed(
+        self, resource: ApiResource, project: Callable[[Mapping[str, Any]], P], field_selector: str = ""
+    ) -> tuple[P, ...] | None:
+        """All objects of the cluster; None if they may not be listed."""
+        try:
+            return (await self._client.list(resource, "", project, field_selector=field_selector)).items
+        except (NotFound, RequestRejected) as error:
+            logger.warning("cannot list %s, nodes count as empty: %s", resource.plural, error)
+            return None
 
 
 def _live_bytes(node: NodeView, snapshot: MetricsSnapshot) -> LiveBytes | None:
@@ -174,30 +235,13 @@ def project_node(found: Mapping[str, Any]) -> NodeView:
         name=metadata["name"],
         labels=dict(metadata.get("labels") or {}),
         taints=taints,
-        allocatable_cores=_quantity(allocatable.get("cpu"), parse_cores) or 0.0,
-        allocatable_memory_bytes=_quantity(allocatable.get("memory"), parse_quantity) or 0,
-        allocatable_ephemeral_bytes=_quantity(allocatable.get("ephemeral-storage"), parse_quantity) or 0,
-        allocatable_devices={
-            name: _quantity(count, parse_quantity) or 0
-            for name, count in allocatable.items()
-            if is_extended_resource(name)
-        },
+        allocatable_cores=read_cores(allocatable.get("cpu")) or 0.0,
+        allocatable_memory_bytes=read_count(allocatable.get("memory")) or 0,
+        allocatable_ephemeral_bytes=read_count(allocatable.get("ephemeral-storage")) or 0,
+        allocatable_devices=extended_resources(allocatable),
         ready=bool(ready) and ready[0].get("status") == "True",
         unschedulable=bool(spec.get("unschedulable")),
     )
-
-
-def _quantity(found: object, parse: Callable[[str], N]) -> N | None:
-    """None if missing or not a quantity: one odd node must not block the others."""
-    try:
-        return parse(str(found))
-    except ValueError:
-        return None
-
-
-def is_extended_resource(name: str) -> bool:
-    """True for nvidia.com/gpu; False for cpu, hugepages-2Mi, attachable-volumes-csi-..."""
-    return "/" in name and not name.startswith("kubernetes.io/")
 
 
 def _node_profile(found: Mapping[str, Any]) -> tuple[str, NodeProfileSpec | None]:

@@ -255,13 +255,16 @@ def _live_bytes(
     stalled: Iterable[tuple[Labels, float]],
 ) -> dict[str, LiveBytes]:
     hosts, stalls = _by_node(host), _by_node(stalled)
-    devices = {node: min(free * MIB, MAX_BYTES) for node, free in _by_node(device).items()}
+    devices: dict[str, list[int]] = {}
+    for labels, free in device:
+        devices.setdefault(labels.get("node", ""), []).append(min(free * MIB, MAX_BYTES))
+    devices.pop("", None)
     mounts: dict[str, dict[str, int]] = {}
     for labels, free in disks:
         if "node" in labels:
             mounts.setdefault(labels["node"], {})[labels.get("mountpoint", "")] = free
     return {
-        node: _live(devices.get(node), hosts.get(node), _spill_room(mounts.get(node, {})), stalls.get(node))
+        node: _live(devices.get(node, []), hosts.get(node), _spill_room(mounts.get(node, {})), stalls.get(node))
         for node in {**hosts, **devices, **mounts, **stalls}
     }
 
@@ -270,11 +273,10 @@ def _by_node(samples: Iterable[tuple[Labels, Figure]]) -> dict[str, Figure]:
     return {labels["node"]: found for labels, found in samples if "node" in labels}
 
 
-def _live(device: int | None, host: int | None, nvme: int | None, stalled: float | None) -> LiveBytes:
-    found = ((DEVICE_SERIES, device), (HOST_SERIES, host), (DISK_SERIES, nvme), (STALLED_SERIES, stalled))
-    return LiveBytes(
-        device, host, nvme, tuple(series for series, figure in found if figure is not None), memory_stalled=stalled
-    )
+def _live(devices: Sequence[int], host: int | None, nvme: int | None, stalled: float | None) -> LiveBytes:
+    found = ((DEVICE_SERIES, devices or None), (HOST_SERIES, host), (DISK_SERIES, nvme), (STALLED_SERIES, stalled))
+    sources = tuple(series for series, figure in found if figure is not None)
+    return LiveBytes(tuple(devices), host, nvme, sources, memory_stalled=stalled)
 
 
 def _spill_room(mounts: Mapping[str, int]) -> int | None:

@@ -121,6 +121,8 @@ def _reservations(job: JobObject, plan: PlanStatus) -> tuple[Reservation, ...]:
             device=plan.bytes.device or 0,
             host=plan.pod_memory or 0,
             nvme=(plan.bytes.nvme or 0) * ranks_per_node,
+            devices=ranks_per_node if plan.device == "Cuda" else 0,
+            owner=job.uid,
         )
         for node in plan.nodes[: _num_nodes(job)]
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..decide.manifests import MANAGED_BY_LABEL
 from ..kube.api_client import PODS, ApiClient, ApiError
-from .cluster import is_extended_resource
 from .metrics_source import ScrapeTarget
+from .pod_requests import extended_resources
 
 METRICS_PORT_NAME = "metrics"
 
@@ -55,4 +55,4 @@ def target_of(pod: Mapping[str, Any]) -> ScrapeTarget | None:
 
 
 def _has_devices(container: Mapping[str, Any]) -> bool:
-    return any(is_extended_resource(name) for name in (container.get("resources") or {}).get("limits") or {})
+    return bool(extended_resources((container.get("resources") or {}).get("limits") or {}))

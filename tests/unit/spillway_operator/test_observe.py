@@ -397,6 +397,28 @@ def test_without_the_right_to_list_nodes_there_is_no_view_of_them() -> None:
     with_cluster(scenario)
 
 
+def test_pods_of_all_namespaces_count_on_their_nodes_but_not_the_jobs_own() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client, node_reader=True)
+        bench.store.put_job(job := put_job(api))
+        api.put("nodes", {**NODE, "metadata": dict(NODE["metadata"])})
+        for name, uid in (("foreign", ""), ("own", job.uid), ("other", "uid-other")):
+            requests = {"nvidia.com/gpu": "1", "memory": "1Gi"}
+            spec = {"nodeName": "node-0", "containers": [{"resources": {"requests": requests}}]}
+            metadata = {"name": name, "namespace": f"of-{name}", "labels": {"spillway.dev/job-uid": uid} if uid else {}}
+            api.put("pods", {"metadata": metadata, "spec": spec})
+        (view,) = (await bench.look()).observed.cluster.nodes or ()
+        assert view.others is not None
+        assert (view.others.devices, view.ours.devices) == ({"nvidia.com/gpu": 1}, {"nvidia.com/gpu": 1})
+        assert view.free.allocatable_memory_bytes == 30 << 30
+        bench.seconds += 31.0
+        api.fail("GET", "/pods", 403)
+        (view,) = (await bench.look()).observed.cluster.nodes or ()
+        assert view.others is None, "not known"
+
+    with_cluster(scenario)
+
+
 def test_old_nodes_are_used_while_the_server_does_not_list_them() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         bench = Bench(client, node_reader=True)

@@ -10,7 +10,7 @@ from spillway_operator.exporter import Gauges, OperatorExporter
 
 def test_every_declared_metric_is_exported_and_no_other() -> None:
     exporter = OperatorExporter()
-    exporter.collect_from(lambda: Gauges(True, 3, 0.1, {"jobs": 2.0}, 5.0, 7.0, {"Running": 4}))
+    exporter.collect_from(lambda: Gauges(True, 3, 0.1, {"jobs": 2.0}, 5.0, 7.0, {"Running": 4}, 2))
     exporter.request("get", "pods", 200)
     exporter.reconcile("done", 0.1)
     exporter.decision(0.01)
@@ -31,7 +31,7 @@ def test_the_operators_metrics_are_not_a_trainers() -> None:
 
 def test_what_is_not_known_is_left_out() -> None:
     exporter = OperatorExporter()
-    exporter.collect_from(lambda: Gauges(False, 0, 0.0, {}, None, None, {}))
+    exporter.collect_from(lambda: Gauges(False, 0, 0.0, {}, None, None, {}, 0))
     text = exporter.text().decode()
     assert f"{metrics.OPERATOR_METRICS_AGE.name} " not in text
     assert f"{metrics.OPERATOR_QUEUE_DEPTH.name} 0.0" in text

@@ -43,7 +43,7 @@ def node(name: str, host: float | None = None, nvme: float | None = None, **chan
     """A CPU node; `host` and `nvme` are free GiB from metrics, None without series."""
     live = None
     if host is not None or nvme is not None:
-        live = LiveBytes(None, gib(host), gib(nvme), ("node_memory_MemAvailable_bytes",))
+        live = LiveBytes((), gib(host), gib(nvme), ("node_memory_MemAvailable_bytes",))
     view = NodeView(name, {}, (), 8.0, 16 * GIB, 100 * GIB, {}, live=live)
     return replace(view, **changes)
 
@@ -58,7 +58,7 @@ def gib(size: float | None) -> int | None:
 
 
 def gpu_node(name: str, labels: dict[str, str], device: float | None = None, count: int = 8) -> NodeView:
-    live = LiveBytes(device=int(device * GIB)) if device is not None else None
+    live = LiveBytes(devices=(int(device * GIB),) * count) if device is not None else None
     return NodeView(name, labels, (), 64.0, 512 * GIB, 1000 * GIB, {GPU: count}, live=live)
 
 
@@ -173,8 +173,7 @@ def test_a_reservation_is_debited_and_said() -> None:
 def test_headroom_is_what_is_left_of_the_preferred_node() -> None:
     view = cluster(node("node-a", host=8.0, nvme=20.0), reservations=(Reservation("node-a", 0, GIB, 2 * GIB),))
     found = placed(view).headroom
-    assert (found.device, found.host, found.nvme) == (None, 7 * GIB, 18 * GIB)
-    assert found.sources == ("node_memory_MemAvailable_bytes",)
+    assert found == {Tier.HOST: 7 * GIB, Tier.NVME: 18 * GIB}
 
 
 def test_free_device_memory_counts_on_gpus() -> None:
@@ -182,7 +181,7 @@ def test_free_device_memory_counts_on_gpus() -> None:
     found = placed(view, CUDA)
     assert found.preferences[0].node == "node-a"
     assert "of device memory free" in found.reason
-    assert found.headroom.device == 70 * GIB
+    assert found.headroom[Tier.DEVICE] == 70 * GIB
 
 
 def test_a_node_without_series_counts_as_one_that_just_fits() -> None:
@@ -212,7 +211,7 @@ def test_without_young_metrics_nothing_is_preferred_and_the_job_is_placed(
     found = placed(view)
     assert set(weights(found).values()) == {100}
     assert found.reason == f"no preference among 2 nodes; {said}"
-    assert found.headroom == LiveBytes()
+    assert found.headroom == {}
 
 
 def test_metrics_that_say_nothing_of_the_nodes_are_not_called_young() -> None:
@@ -270,7 +269,7 @@ def test_stalling_node_is_not_preferred_however_much_memory_is_free() -> None:
     found = placed(cluster(stalling(node("node-a", host=15.0), 0.12), node("node-b", host=3.0)))
     planned = format_bytes(found.pod.memory_bytes)
     assert found.preferences == (Preference("node-b", 100),)
-    assert found.headroom.host == 3 * GIB
+    assert found.headroom[Tier.HOST] == 3 * GIB
     assert found.reason == (
         f"node-b: 3.00 GiB of host memory free, node-a 15.0 GiB (planned {planned}); "
         "memory stalls on node-a (12% of the time), not preferred; metrics 4 s old"
@@ -366,7 +365,7 @@ def test_a_job_does_not_wait_for_the_faster_class_longer_than_that_saves() -> No
         found = placed(replace(TWO_CLASSES, held=(holding("8x-h100-80", 8, seconds_left, "node-h"),)), CUDA)
         assert found.node.name == expected
     ratio = slower.plan.prediction.step_seconds / free.plan.prediction.step_seconds
-    assert found.reason.startswith(f"8x-h100-80 would be {ratio:.2g} times as fast, and its devices are held for ")
+    assert found.reason.startswith(f"8x-h100-80 would be {ratio:.2g} times as fast, but other pods hold it for ")
     assert not free.reason.startswith("8x")
 
 

@@ -116,7 +116,7 @@ def test_free_bytes_of_a_node_come_with_the_names_of_their_series(prometheus: Fa
     prometheus.node("node-a", 12.5, device=70.0, root=5.0, kubelet=90.0)
     found = snapshot(prometheus, clock)
     assert found.nodes["node-a"] == LiveBytes(
-        device=70 * GIB,
+        devices=(70 * GIB,),
         host=int(12.5 * GIB),
         nvme=90 * GIB,
         sources=("DCGM_FI_DEV_FB_FREE", "node_memory_MemAvailable_bytes", "node_filesystem_avail_bytes"),
@@ -207,7 +207,7 @@ def test_a_node_with_a_garbage_figure_has_none(prometheus: FakePrometheus, clock
     prometheus.node("node-a", "NaN", root=5.0)
     prometheus.node("node-b", 3.0)
     found = snapshot(prometheus, clock).nodes
-    assert found["node-a"] == LiveBytes(None, None, 5 * GIB, ("node_filesystem_avail_bytes",))
+    assert found["node-a"] == LiveBytes((), None, 5 * GIB, ("node_filesystem_avail_bytes",))
     assert found["node-b"].host == 3 * GIB
 
 

@@ -1,0 +1,204 @@
+"""What is free decides: other pods, whole nodes, parts of GPUs, volumes, nodes with faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cases.job_documents import job
+from spillway.placement.cluster_view import ClusterView, LiveBytes, NodeView, Requests, Reservation, Taint
+from spillway.placement.place import Placement, Unplaceable, base_node, gpu_part, place
+from spillway.units import GIB, MIB
+
+GPU = "nvidia.com/gpu"
+H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "nvidia.com/gpu.memory": "81559"}
+A100 = {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-40GB", "nvidia.com/gpu.memory": "40441"}
+CUDA: dict[str, Any] = {"spec.parallelism.device": "Cuda"}
+
+
+def gpu_node(name: str, labels: dict[str, str] = H100, taken: int = 0, **changes: Any) -> NodeView:
+    """A node of 8 GPUs of which pods of others request `taken`."""
+    view = NodeView(name, labels, (), 64.0, 512 * GIB, 1000 * GIB, {GPU: 8}, others=Requests(devices={GPU: taken}))
+    return replace(view, **changes)
+
+
+def cpu_node(name: str, **changes: Any) -> NodeView:
+    return replace(NodeView(name, {}, (), 8.0, 16 * GIB, 100 * GIB, {}, others=Requests()), **changes)
+
+
+def placed(*nodes: NodeView, changes: dict[str, Any] | None = None, **cluster: Any) -> Placement:
+    found = place(job(CUDA if changes is None else changes), ClusterView(nodes, **cluster))
+    assert isinstance(found, Placement), found
+    return found
+
+
+def order(found: Placement) -> list[str]:
+    return [preference.node for preference in found.preferences]
+
+
+# --- classes ----------------------------------------------------------------------------------------------------------
+
+
+def test_job_takes_the_slower_class_if_pods_of_others_hold_the_faster_one() -> None:
+    free, held = placed(gpu_node("h"), gpu_node("a", A100)), placed(gpu_node("h", taken=8), gpu_node("a", A100))
+    assert (free.node.name, held.node.name) == ("8x-h100-80", "8x-a100-40")
+    assert "times as fast, but other pods hold it, nobody knows for how long; " in held.reason
+
+
+def test_faster_class_is_chosen_if_every_class_is_held() -> None:
+    assert placed(gpu_node("h", taken=8), gpu_node("a", A100, taken=8)).node.name == "8x-h100-80"
+
+
+def test_a_pod_takes_its_devices_share_of_a_gpu_node_unless_budgets_name_more() -> None:
+    def budget(**names: str) -> tuple[int, int]:
+        changes = {**CUDA, **{f"spec.memory.budget.{name}": size for name, size in names.items()}}
+        found = placed(gpu_node("a"), changes=changes).plan.budget
+        return found["host"] // GIB, found["nvme"] // GIB
+
+    host, nvme = budget()
+    assert 50 < host < 64 and 100 < nvme < 125, "an eighth, without what the pod's processes take"
+    assert budget(host="200Gi", nvme="500Gi") == (200, 500)
+
+
+def test_eight_pods_of_one_device_fit_the_node_that_they_are_planned_for() -> None:
+    tight = gpu_node("a", allocatable_memory_bytes=64 * GIB)
+    found = placed(tight, changes={**CUDA, "spec.memory.optimizer.placement": "Host"})
+    assert 8 * found.pod.memory_bytes <= tight.allocatable_memory_bytes
+    assert 8 * found.pod.ephemeral_storage_bytes <= tight.allocatable_ephemeral_bytes
+
+
+def test_what_is_free_now_is_planned_for_on_request() -> None:
+    full = cpu_node("a", others=Requests(memory_bytes=14 * GIB))
+    whole, rest = placed(full, changes={}), placed(full, changes={}, as_free=True)
+    assert rest.node.host_bytes < whole.node.host_bytes / 4
+    assert rest.pod.memory_bytes <= 2 * GIB
+    nothing = place(job(), ClusterView((cpu_node("a", others=Requests(cores=8.0)),), as_free=True))
+    assert isinstance(nothing, Unplaceable)
+
+
+# --- preferences ------------------------------------------------------------------------------------------------------
+
+
+def test_partly_used_nodes_are_filled_before_whole_ones() -> None:
+    found = placed(gpu_node("a"), gpu_node("b", taken=5), gpu_node("c", taken=8), gpu_node("d", taken=2))
+    assert order(found) == ["b", "d", "a", "c"]
+    assert found.preferences[0].weight == 100 > 2 * found.preferences[1].weight - 1
+    assert found.reason.startswith(
+        "b: 3 of 8 nvidia.com/gpu unrequested (a pod takes 1), d 6; whole nodes are kept free"
+    )
+
+
+def test_a_pod_of_eight_devices_goes_to_a_whole_node() -> None:
+    changes = {**CUDA, "spec.parallelism.devicesPerNode": 8, "spec.training.globalBatchSize": 64}
+    assert order(placed(gpu_node("a", taken=1), gpu_node("b"), changes=changes))[0] == "b"
+
+
+def test_placed_attempts_count_on_their_node_until_their_pods_are_listed() -> None:
+    nodes = gpu_node("a"), gpu_node("b"), gpu_node("c")
+    assert order(placed(*nodes, reservations=(Reservation("b", 0, 0, 0, devices=1),)))[0] == "b"
+    assert order(placed(*nodes, reservations=(Reservation("b", 0, 0, 0, devices=8),)))[0] == "a"
+    ours = replace(nodes[2], ours=Requests(devices={GPU: 3}))
+    assert order(placed(nodes[0], ours))[0] == "c"
+
+
+def test_200_jobs_of_one_device_fill_25_nodes_of_100() -> None:
+    """Each takes the node of most weight that has room, as the scheduler does; nothing is listed meanwhile."""
+    nodes = [gpu_node(f"node-{number:03d}") for number in range(100)]
+    reservations: list[Reservation] = []
+    for number in range(200):
+        best = place(job(CUDA), ClusterView(tuple(nodes), reservations=tuple(reservations)))
+        assert isinstance(best, Placement)
+        reservations.append(Reservation(best.preferences[0].node, 0, 0, 0, devices=1, owner=str(number)))
+    assert len({one.node for one in reservations}) == 25
+
+
+def test_memory_of_busy_devices_says_nothing_of_the_free_one() -> None:
+    """A node with 7 busy devices and a free one once counted as full."""
+    busy = gpu_node("busy", taken=7, live=LiveBytes(devices=(MIB,) * 7 + (70 * GIB,)))
+    empty = gpu_node("empty", live=LiveBytes(devices=(70 * GIB,) * 8))
+    lost = gpu_node("lost", taken=6, live=LiveBytes(devices=(MIB,) * 7 + (70 * GIB,)))
+    found = placed(busy, empty, lost, metrics_age_seconds=1.0)
+    assert order(found) == ["busy", "empty", "lost"], "of the last, a device that no pod requests is in use"
+
+
+def test_nodes_are_told_apart_by_headroom_if_requests_are_unknown() -> None:
+    full = gpu_node("a", others=None, live=LiveBytes(devices=(MIB,) * 8))
+    free = gpu_node("b", others=None, live=LiveBytes(devices=(70 * GIB,) * 8))
+    assert order(placed(full, free, metrics_age_seconds=1.0))[0] == "b"
+
+
+# --- parts of a GPU ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("resource", "labels", "name", "memory"),
+    [
+        (GPU, H100, "", 81559 * MIB),
+        ("nvidia.com/mig-1g.5gb", A100 | {"nvidia.com/mig-1g.5gb.memory": "4864"}, "mig-1g.5gb", 4864 * MIB),
+        ("nvidia.com/mig-3g.40gb", H100, "mig-3g.40gb", 38 * GIB),
+        (GPU, {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-40GB-MIG-2g.10gb", "nvidia.com/gpu.memory": "9856"},
+         "mig-2g.10gb", 9856 * MIB),
+        (GPU, H100 | {"nvidia.com/gpu.replicas": "4", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3-SHARED"},
+         "1-of-4", 81559 * MIB // 4),
+        (GPU, H100 | {"nvidia.com/gpu.replicas": "1"}, "", 81559 * MIB),
+    ],
+)  # fmt: skip
+def test_part_of_a_gpu_has_its_own_memory(resource: str, labels: dict[str, str], name: str, memory: int) -> None:
+    part = gpu_part(labels, resource)
+    assert (part.name, part.memory_bytes) == (name, memory)
+    node = base_node(replace(gpu_node("a", labels), allocatable_devices={resource: 7}), "Cuda", resource)
+    whole = base_node(gpu_node("a", H100 if "H100" in labels["nvidia.com/gpu.product"] else A100), "Cuda", GPU)
+    assert memory - 6 * GIB < node.device_bytes < memory
+    assert (node.bfloat16_flops_per_second < whole.bfloat16_flops_per_second) is bool(name)
+    assert node.name.endswith(name)
+
+
+def test_several_ranks_get_no_parts_of_a_gpu() -> None:
+    shared = gpu_node("a", H100 | {"nvidia.com/gpu.replicas": "4"})
+    found = place(job({**CUDA, "spec.parallelism.devicesPerNode": 2}), ClusterView((shared,)))
+    assert isinstance(found, Unplaceable)
+    assert "a divides its devices (1-of-4); a pod with 2 of them needs whole devices" in found.message
+
+
+def test_pods_with_devices_tolerate_the_taint_of_nodes_kept_for_them() -> None:
+    kept = (Taint(GPU, "present", "NoSchedule"),)
+    assert placed(gpu_node("a", taints=kept)).node.device_kind == "Cuda"
+    assert isinstance(place(job(), ClusterView((cpu_node("a", taints=kept),))), Unplaceable)
+
+
+# --- volumes ----------------------------------------------------------------------------------------------------------
+
+VOLUME = {
+    "spec.spill.storageClassName": "local-nvme",
+    "spec.memory.activations.policy": "Nvme",
+    "spec.memory.budget.nvme": "50Gi",
+}
+
+
+def test_spill_volume_is_bounded_by_what_its_driver_can_make() -> None:
+    for volumes, budget in (({}, 50 * GIB), ({"local-nvme": 20 * GIB}, 20 * GIB), ({"other": GIB}, 50 * GIB)):
+        found = placed(cpu_node("a", volumes=volumes), changes=VOLUME).plan.budget["nvme"]
+        assert 0.9 * budget < found <= budget, volumes
+
+
+def test_nodes_are_ranked_by_their_volumes_not_their_root_disk() -> None:
+    nodes = (
+        cpu_node("a", volumes={"local-nvme": 60 * GIB}, live=LiveBytes(nvme=90 * GIB)),
+        cpu_node("b", volumes={"local-nvme": 90 * GIB}, live=LiveBytes(nvme=MIB)),
+    )
+    found = placed(*nodes, changes=VOLUME, metrics_age_seconds=1.0)
+    assert order(found) == ["b", "a"]
+    assert "b: 90.0 GiB of NVMe space free, a 60.0 GiB" in found.reason
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_node_with_faults_is_not_used_while_another_can_carry_the_job() -> None:
+    found = placed(gpu_node("a"), gpu_node("b"), avoided=frozenset({"a"}))
+    assert (order(found), found.avoided) == (["b"], ("a",))
+    assert found.reason.endswith("; not on a, where attempts failed")
+    alone = placed(gpu_node("a"), avoided=frozenset({"a", "elsewhere"}))
+    assert (order(alone), alone.avoided) == (["a"], ())
