@@ -115,8 +115,11 @@ _SUB_PATH = [
         "self",
     )
 ]
-_LOCKED_UNLESS_SUSPENDED = ("memory", "scheduling", "spill")
-_CHANGED = ", ".join(map(_if_changed, _LOCKED_UNLESS_SUSPENDED))
+_LOCKED_UNLESS_SUSPENDED = {
+    "memory": False, "scheduling": False, "spill": False, "checkpoint": False, "members": True, "objective": True
+}  # fmt: skip
+"""Field of a spec -> whether it may be left out."""
+_CHANGED = ", ".join(_if_changed(name, may_lack) for name, may_lack in _LOCKED_UNLESS_SUSPENDED.items())
 _WORLD = "self.parallelism.nodes * self.parallelism.devicesPerNode"
 
 JOB_RULES: dict[str, list[Schema]] = {
@@ -136,9 +139,7 @@ JOB_RULES: dict[str, list[Schema]] = {
     ],
     "spec": [
         _rule(
-            "oldSelf.suspend || ("
-            + " && ".join(f"self.{name} == oldSelf.{name}" for name in _LOCKED_UNLESS_SUSPENDED)
-            + ")",
+            f"oldSelf.suspend || [{_CHANGED}].all(name, name == '')",
             f"{', '.join(_LOCKED_UNLESS_SUSPENDED)} change only while suspended; set suspend: true first",
             "%s cannot change while suspend is false; set suspend: true first",
             f"[{_CHANGED}].filter(name, name != '')",

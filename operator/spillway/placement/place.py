@@ -37,13 +37,13 @@ from spillway.placement.cluster_view import (
 )
 from spillway.placement.device_choice import because, devices, on_device
 from spillway.placement.headroom import Preference, rank
-from spillway.plan import DeviceKind, Infeasible, MemoryPlan, Tier
+from spillway.plan import DeviceKind, Infeasible, MemoryPlan, Strategy, Tier
 from spillway.planning.candidates import TIE
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.explain import lacking
 from spillway.planning.hardware import NodeSpec, gpu_node, local_node, resolve_node
 from spillway.planning.known_plans import gathered, known_plan
-from spillway.planning.planner import Overrides, plan_run, run_strategy
+from spillway.planning.planner import Overrides, plan_run, run_strategy, shared_memory
 from spillway.planning.pod_resources import (
     PLANNED_MARGIN,
     PodResources,
@@ -54,6 +54,7 @@ from spillway.planning.pod_resources import (
     pod_resources,
     pod_runtime_bytes,
 )
+from spillway.planning.workload import RUN_STRATEGY
 from spillway.units import GIB, MIB, format_bytes, format_seconds
 
 MAX_CLASSES = 8
@@ -520,12 +521,19 @@ def _explained(job: TrainingJob, group: _NodeClass) -> MemoryPlan:
 
 def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryPlan | Infeasible:
     ranks, own = job.spec.parallelism.devices_per_node, on_device(job, group.node.device_kind)
-    overrides = Overrides(corrections=group.corrections)
-    if group.node.device_kind == "Cuda":  # what a class has is what a pod may take of it
-        budget, node = job.spec.memory.budget, group.node
-        host = node.host_bytes if budget.host is None else None
-        overrides = replace(overrides, host_bytes=host, nvme_bytes=node.nvme_bytes if budget.nvme is None else None)
+    overrides = _overrides(job, group)
     return plan_run(own, group.node, overrides, group.shared_bytes, ranks, planned=known_plan, explained=explained)
+
+
+def _overrides(job: TrainingJob, group: _NodeClass) -> Overrides:
+    """What a GPU class has is what a pod may take of it, already its share."""
+    budget, node = job.spec.memory.budget, group.node
+    if node.device_kind == "Cpu":
+        return Overrides(corrections=group.corrections)
+    host, nvme = (None if named is not None else has for named, has in (
+        (budget.host, node.host_bytes), (budget.nvme, node.nvme_bytes)
+    ))  # fmt: skip
+    return Overrides(corrections=group.corrections, host_bytes=host, nvme_bytes=nvme)
 
 
 def _for_its_pod(
@@ -640,7 +648,27 @@ def _nothing_fits(job: TrainingJob, groups: Sequence[_NodeClass], found: Sequenc
     if missing is None:
         return found[nearest]
     explained = missing if missing.nearest else _decided(job, groups[nearest], explained=True)
-    return _does_not_fit(explained, f"node class {groups[nearest].node.name}")
+    nothing, sharded = (
+        _does_not_fit(explained, f"node class {groups[nearest].node.name}"),
+        _sharded(job, groups[nearest]),
+    )
+    if sharded is None:
+        return nothing
+    on_cuda = groups[nearest].node.device_kind == "Cuda"
+    how = "but does not run on Cuda devices yet" if on_cuda else "if you name it"
+    return replace(nothing, message=f"strategy {sharded} would fit, {how}; with {RUN_STRATEGY} {nothing.message}")
+
+
+def _sharded(job: TrainingJob, group: _NodeClass) -> Strategy | None:
+    """The strategy of the best plan, of a job that leaves it open and does not fit with the one that Auto takes."""
+    if job.spec.parallelism.strategy != "Auto" or job.spec.parallelism.world_size == 1:
+        return None
+    own, overrides = on_device(job, group.node.device_kind), _overrides(job, group)
+    if group.node.device_kind == "Cpu":
+        shared = shared_memory(job, group.shared_bytes, job.spec.parallelism.devices_per_node)
+        overrides = replace(overrides, device_bytes=shared.device_bytes, host_bytes=shared.host_bytes)
+    found = known_plan(own, group.node, overrides, explained=False)
+    return found.strategy if isinstance(found, MemoryPlan) else None
 
 
 def _missing(outcome: Unplaceable) -> float:

@@ -228,6 +228,14 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
             "can be used before; use Auto or Forward"
         )
     strategy = overrides.strategy or parallelism.strategy
+    all_devices = node.num_devices if node.device_kind == "Cuda" else local_ranks
+
+    def of_node(override: int | None, budget: int | None, capacity: int) -> int:
+        """Bytes of a rank. Unless named, ranks get as large a share of a GPU node as of its devices."""
+        if override is None and budget is None:
+            return capacity // all_devices
+        return _least(override, budget, capacity) // local_ranks
+
     if memory.optimizer.overlap == "Forward" and world_size > 1 and strategy in ZERO_STRATEGIES:
         raise UserError(
             f"spec.memory.optimizer.overlap = Forward: with spec.parallelism.strategy = {strategy} the next forward "
@@ -239,8 +247,8 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         node=node,
         budget={
             Tier.DEVICE: _least(overrides.device_bytes, memory.budget.device, node.bytes_of_device(local_ranks)),
-            Tier.HOST: _least(overrides.host_bytes, memory.budget.host, node.host_bytes) // local_ranks,
-            Tier.NVME: _least(overrides.nvme_bytes, memory.budget.nvme, node.nvme_bytes) // local_ranks,
+            Tier.HOST: of_node(overrides.host_bytes, memory.budget.host, node.host_bytes),
+            Tier.NVME: of_node(overrides.nvme_bytes, memory.budget.nvme, node.nvme_bytes),
         },
         world_size=world_size,
         local_ranks=local_ranks,

@@ -202,3 +202,28 @@ def test_node_with_faults_is_not_used_while_another_can_carry_the_job() -> None:
     assert found.reason.endswith("; not on a, where attempts failed")
     alone = placed(gpu_node("a"), avoided=frozenset({"a", "elsewhere"}))
     assert (order(alone), alone.avoided) == (["a"], ())
+
+
+# --- strategies -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "device", "expected"),
+    [
+        ("Auto", "Cuda", "strategy Fsdp would fit, but does not run on Cuda devices yet; with Ddp tiny does not fit "),
+        ("Ddp", "Cuda", "tiny does not fit "),
+    ],
+)
+def test_job_that_fits_only_sharded_is_told_so_before_a_pod_exists(strategy: str, device: str, expected: str) -> None:
+    changes = {
+        "spec.parallelism": {"device": device, "devicesPerNode": 8, "strategy": strategy},
+        "spec.model.config": {
+            "architecture": "llama", "hiddenSize": 8192, "numLayers": 80, "numHeads": 64, "numKeyValueHeads": 8,
+            "intermediateSize": 28672, "vocabSize": 128256,
+        },
+        "spec.training.globalBatchSize": 64, "spec.training.microBatchSize": 1, "spec.training.sequenceLength": 4096,
+    }  # fmt: skip
+    view = ClusterView((gpu_node("a", allocatable_memory_bytes=2000 * GIB, allocatable_ephemeral_bytes=28000 * GIB),))
+    found = place(job(changes), view)
+    assert isinstance(found, Unplaceable)
+    assert found.message.startswith(expected), found.message

@@ -1,0 +1,197 @@
+"""Nodes as they are: pods of others, daemons, devices in use, nodes with faults, on nodes that KWOK plays.
+
+At depth all 100 nodes of 8 GPUs, of two products, as many of each; fewer below.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness.depth import at
+from harness.installed import Document, Installed, example, named, running_for_an_hour
+from harness.patience import wait_until
+from testbed.fake_nodes import OWNED, TAINT
+
+pytestmark = pytest.mark.ci
+NUM_NODES = at(4, 8, 100)
+GPU = "nvidia.com/gpu"
+POOL = "capacity-test"
+PRODUCTS = {"h100": ("NVIDIA-H100-80GB-HBM3", "81559"), "a100": ("NVIDIA-A100-SXM4-40GB", "40441")}
+FRESH_SECONDS = 31.0
+"""older lists of nodes and pods are not used"""
+SECONDS = at(60.0, 90.0, 600.0)
+
+
+def node(name: str, pool: str, product: str = "", **capacity: str) -> Document:
+    """A fake node; with a product, 8 GPUs of it."""
+    labels = {"type": "kwok", POOL: pool, "kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
+    has = {"cpu": "96", "memory": "1Ti", "ephemeral-storage": "4Ti", "pods": "110"} | capacity
+    if product:
+        labels |= dict(zip(("nvidia.com/gpu.product", "nvidia.com/gpu.memory"), PRODUCTS[product], strict=True))
+        has[GPU] = "8"
+    return {
+        "apiVersion": "v1", "kind": "Node",
+        "metadata": {"name": name, "annotations": dict([OWNED]), "labels": labels},
+        "spec": {"taints": [TAINT]}, "status": {"capacity": has, "allocatable": has},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gpu_nodes(spillway: Installed) -> Iterator[dict[str, list[str]]]:
+    """Product -> names. The operator has listed them."""
+    names = {product: [f"{product}-{number:03d}" for number in range(NUM_NODES // 2)] for product in PRODUCTS}
+    with_nodes = [node(name, "gpus", product) for product, found in names.items() for name in found]
+    yield from nodes_of(spillway, with_nodes, names)
+
+
+def nodes_of(spillway: Installed, found: list[Document], what: Any) -> Iterator[Any]:
+    spillway.bed.apply(*found)
+    names = [each["metadata"]["name"] for each in found]
+    try:
+        for name in names:
+            spillway.bed.kubectl("wait", "--for=condition=Ready", f"node/{name}", "--timeout=60s")
+        yield what
+    finally:
+        spillway.bed.kubectl("delete", "node", *names, "--wait=false")
+
+
+def foreign(namespace: str, node: str, gpus: int) -> Document:
+    """Somebody else's pod, on its node already."""
+    container = {"name": "main", "image": "none", "resources": {"limits": {GPU: str(gpus)}}}
+    return {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"held-{node}", "namespace": namespace},
+        "spec": {"nodeName": node, "containers": [container], "tolerations": [{"operator": "Exists"}],
+                 "terminationGracePeriodSeconds": 0},
+    }  # fmt: skip
+
+
+def gpu_job(namespace: str, name: str, devices: int = 1) -> Document:
+    job = example(
+        "one-pod", namespace, checkpoint__claim=None, parallelism={"device": "Cuda", "devicesPerNode": devices},
+        training__globalBatchSize=64, memory={"mode": "Auto"}, scheduling={"nodeSelector": {POOL: "gpus"}},
+    )  # fmt: skip
+    return running_for_an_hour(named(job, name))
+
+
+def node_of(spillway: Installed, namespace: str, name: str) -> str:
+    return str(spillway.children("pod", namespace, name)[-1]["spec"].get("nodeName", ""))
+
+
+def is_running(job: Document) -> bool:
+    return bool(job["status"].get("state") == "Running")
+
+
+def fresh() -> None:
+    """Until the operator no longer uses what it listed before."""
+    time.sleep(FRESH_SECONDS)
+
+
+@pytest.fixture
+def others(spillway: Installed) -> Iterator[str]:
+    """A namespace of somebody else, without Pod Security."""
+    name = f"others-{uuid.uuid4().hex[:8]}"
+    spillway.bed.kubectl("create", "namespace", name)
+    yield name
+    spillway.bed.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def test_a_job_planned_for_gpus_that_others_hold_moves_to_free_ones(
+    spillway: Installed, namespace: str, others: str, gpu_nodes: dict[str, list[str]]
+) -> None:
+    """The operator lists nodes for the first job; then others take the H100s, and it does not know yet."""
+    spillway.create(running_for_an_hour(named(example("one-pod", namespace, checkpoint__claim=None), "lists")))
+    spillway.until(lambda job: bool(job["status"].get("plan")), namespace, "lists")
+    spillway.bed.apply(*(foreign(others, name, 8) for name in gpu_nodes["h100"]))
+    spillway.create(gpu_job(namespace, "moves"))
+    job = spillway.until(is_running, namespace, "moves", SECONDS + 90)
+    assert node_of(spillway, namespace, "moves") in gpu_nodes["a100"]
+    attempts = job["status"]["attempts"]
+    assert (attempts["total"], attempts["restarts"], attempts["lastReason"]) == (2, 0, "Replanned")
+    fresh()
+    spillway.create(gpu_job(namespace, "knows"))
+    job = spillway.until(is_running, namespace, "knows", SECONDS)
+    assert job["status"]["attempts"]["total"] == 1
+    assert "times as fast, but other pods hold it" in job["status"]["plan"]["reason"]
+
+
+def test_jobs_of_one_gpu_leave_whole_nodes(
+    spillway: Installed, namespace: str, gpu_nodes: dict[str, list[str]]
+) -> None:
+    small, whole = 2 * NUM_NODES, NUM_NODES - 2 * NUM_NODES // 8
+    fresh()
+    for number in range(small):
+        spillway.create(gpu_job(namespace, f"one-{number}"))
+    wait_for(spillway, namespace, small)
+    used = Counter(pod["spec"]["nodeName"] for pod in spillway.bed.get("pods", "-n", namespace)["items"])
+    print("\n", used)
+    assert len(used) <= small // 8 + 1, "as in the best packing, but one"
+    for number in range(whole - 1):
+        spillway.create(gpu_job(namespace, f"eight-{number}", 8))
+    wait_for(spillway, namespace, small + whole - 1)
+
+
+def wait_for(spillway: Installed, namespace: str, count: int) -> None:
+    def states() -> Counter[str]:
+        jobs = spillway.bed.get("trainingjobs.spillway.dev", "-n", namespace)["items"]
+        return Counter(str(job.get("status", {}).get("state")) for job in jobs)
+
+    wait_until(lambda: states()["Running"] == count, why=lambda: str(states()), seconds=SECONDS + 60, pause=0.5)
+
+
+def test_a_faulty_device_costs_one_restart(
+    spillway: Installed, namespace: str, gpu_nodes: dict[str, list[str]]
+) -> None:
+    spillway.create(gpu_job(namespace, "faulty"))
+    spillway.until(is_running, namespace, "faulty", SECONDS)
+    pod = spillway.children("pod", namespace, "faulty")[0]
+    bad, message = pod["spec"]["nodeName"], {"v": 1, "reason": "DeviceFault", "exitCode": 78, "message": "ECC error"}
+    ended = {"exitCode": 78, "reason": "Error", "message": json.dumps(message), "finishedAt": "2026-01-01T00:00:00Z"}
+    status = {"phase": "Failed", "containerStatuses": [{
+        "name": pod["spec"]["containers"][0]["name"], "image": "none", "imageID": "", "ready": False,
+        "restartCount": 0, "state": {"terminated": ended},
+    }]}  # fmt: skip
+    spillway.bed.kubectl(
+        "patch", "pod", pod["metadata"]["name"], "-n", namespace, "--subresource=status", "--type=merge", "-p",
+        json.dumps({"status": status}),
+    )  # fmt: skip
+    job = spillway.until(
+        lambda job: is_running(job) and job["status"]["attempts"]["total"] == 2, namespace, "faulty", SECONDS
+    )
+    assert node_of(spillway, namespace, "faulty") != bad
+    assert job["status"]["attempts"]["restarts"] == 1
+    assert [fault["node"] for fault in job["status"]["attempts"]["faultyNodes"]] == [bad]
+    events = spillway.bed.kubectl("get", "events", "-n", namespace, "-o", "jsonpath={.items[*].reason}")
+    assert "NodeAvoided" in events
+
+
+def test_a_pod_fits_beside_the_daemons_of_its_node(spillway: Installed, namespace: str, others: str) -> None:
+    """A pod once asked for 99.6 % of the node."""
+    small = node("small-000", "small", memory="24Gi", cpu="8")
+    labels = {"app": "logging"}
+    daemons = {
+        "apiVersion": "apps/v1", "kind": "DaemonSet", "metadata": {"name": "logging", "namespace": others},
+        "spec": {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": {
+            "nodeSelector": {POOL: "small"}, "tolerations": [{"operator": "Exists"}],
+            "terminationGracePeriodSeconds": 0,
+            "containers": [{"name": "logging", "image": "none", "resources": {"requests": {"memory": "2Gi"}}}],
+        }}},
+    }  # fmt: skip
+    for _ in nodes_of(spillway, [small], None):
+        spillway.bed.apply(daemons)
+        wait_until(lambda: bool(spillway.bed.get("pods", "-n", others)["items"]), why=lambda: "no daemon", pause=0.3)
+        fresh()
+        job = example(
+            "one-pod", namespace, checkpoint__claim=None, parallelism__device="Cpu", spill={}, memory={"mode": "Auto"},
+            training__globalBatchSize=4096, training__microBatchSize=512, scheduling={"nodeSelector": {POOL: "small"}},
+        )  # fmt: skip
+        spillway.create(running_for_an_hour(named(job, "beside")))
+        job = spillway.until(is_running, namespace, "beside", SECONDS)
+        print("\n", job["status"]["plan"]["podMemory"], job["status"]["plan"]["summary"])
+        assert job["status"]["attempts"]["total"] == 1
