@@ -301,7 +301,7 @@ class RuleCase:
 
 
 def _never_changes(path: str, field: str, value: Any) -> RuleCase:
-    words = (path, f"{path.removeprefix('spec.')} never changes; make a new TrainingJob")
+    words = (path, f"{path.removeprefix('spec.')} is immutable; create a new TrainingJob")
     return RuleCase({"spec.lifecycle.maxRestarts": 1}, {field: value}, words, stored={})
 
 
@@ -414,7 +414,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.training", 1): RuleCase(
         {"spec.training.schedule.warmupSteps": 10},
         {"spec.training.schedule.warmupSteps": 11},
-        ("spec.training.schedule.warmupSteps", "11 must be at most steps (10)"),
+        ("spec.training.schedule.warmupSteps", "11 must be at most training.steps (10)"),
     ),
     (TRAINING_JOB.kind, "spec.parallelism", 0): _never_changes("spec.parallelism", "spec.parallelism.nodes", 2),
     (TRAINING_JOB.kind, "spec", 2): RuleCase(
@@ -466,13 +466,13 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.managedBy", 0): RuleCase(
         {"spec.lifecycle.maxRestarts": 1},
         {"spec.managedBy": "another.test/operator"},
-        ("spec.managedBy", f"{NOBODY} never becomes another.test/operator"),
+        ("spec.managedBy", f"immutable: {NOBODY} cannot become another.test/operator"),
         stored={},
     ),
     (MEMORY_PROFILE.kind, "spec.fingerprint", 0): RuleCase(
         {"spec.count": 2},
         {"spec.fingerprint": "fedcba9876543210"},
-        ("spec.fingerprint", "0123456789abcdef never becomes fedcba9876543210"),
+        ("spec.fingerprint", "immutable: 0123456789abcdef cannot become fedcba9876543210"),
         stored={},
     ),
 }  # fmt: skip

@@ -378,7 +378,7 @@ def refuse_lean(plan: MemoryPlan) -> None:
     if not plan.activations.lean:
         return
     if plan.mode == "Disabled":
-        why = "its mode is Disabled, which sees no saved tensors"
+        why = "memory.mode is Disabled, so no tensors that autograd saves are counted or moved"
     elif plan.strategy not in LEAN_STRATEGIES:
         why = f"with strategy {plan.strategy} parameters are gathered for one segment at a time only"
     else:

@@ -159,7 +159,7 @@ def check_accumulate(device: torch.device, dtype: torch.dtype, n: int) -> None:
 def check_square_sum(device: torch.device, n: int) -> None:
     gradient = values(30, n)
     if kernels.square_sum(gradient.to(device)) != reference.square_sum(gradient):
-        raise fault(f"the sum of the squares of {n} gradients is another one")
+        raise fault(f"the sum of squares of {n} gradients does not match the CPU's")
 
 
 def initial(settings: Hyperparameters, n: int) -> list[Tensor]:

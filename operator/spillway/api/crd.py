@@ -73,7 +73,7 @@ def _one_of(*names: str) -> Schema:
 
 def _immutable(name: str, model: type[BaseModel]) -> Schema:
     changed = ", ".join(_if_changed(field.alias or "", field.default is None) for field in model.model_fields.values())
-    never = f"{name} never changes; make a new TrainingJob"
+    never = f"{name} is immutable; create a new TrainingJob"
     return _rule("self == oldSelf", never, f"%s changed, but {never}", f"[{changed}].filter(name, name != '')")
 
 
@@ -86,7 +86,9 @@ def _if_changed(name: str, may_lack: bool = False) -> str:
 
 
 def _immutable_text(kind: str) -> Schema:
-    return _rule("self == oldSelf", "never changes", f"%s never becomes %s; make a new {kind}", "oldSelf, self")
+    return _rule(
+        "self == oldSelf", "is immutable", f"immutable: %s cannot become %s; create a new {kind}", "oldSelf, self"
+    )
 
 
 def _no_reserved_keys() -> Schema:
@@ -195,8 +197,8 @@ JOB_RULES: dict[str, list[Schema]] = {
         _immutable("training", Training),
         _rule(
             "self.schedule.warmupSteps <= self.steps",
-            "at most steps",
-            "%d must be at most steps (%d)",
+            "warmupSteps must be at most training.steps",
+            "%d must be at most training.steps (%d)",
             "self.schedule.warmupSteps, self.steps",
             ".schedule.warmupSteps",
         ),
@@ -300,7 +302,7 @@ TRAINING_JOB = Kind(
         ("Loss", ".status.progress.loss", "string", 0, "Training loss of the last step."),
         ("Tok/s", ".status.progress.tokensPerSecond", "string", 0, "Tokens per second."),
         ("Device-Mem", ".status.memory.device", "string", 0, "Peak of budget on the device."),
-        ("Spilled", ".status.memory.spilled", "string", 0, "Bytes outside the device."),
+        ("Spilled", ".status.memory.spilled", "string", 0, "Bytes offloaded to host memory and NVMe."),
         ("Restarts", ".status.attempts.restarts", "integer", 1, "Restarts that count."),
         ("ETA", ".status.progress.eta", "string", 0, "Time left."),
         ("Best", ".status.bestMember", "string", 1, "Best member of a sweep."),
@@ -324,7 +326,7 @@ MEMORY_PROFILE = Kind(
         ("Attempts", ".spec.count", "integer", 0, "Attempts that were observed."),
         ("Last", ".spec.attempt", "string", 1, "The last of them."),
         ("Clamped", ".spec.clamped", "boolean", 1, "A reported figure was implausible and was cut."),
-        ("Plan", ".spec.plan", "string", 1, "The plan."),
+        ("Plan", ".spec.plan", "string", 1, "Summary of the plan whose memory use was measured."),
         ("Age", ".metadata.creationTimestamp", "date", 0, "Time since the first observation."),
     ),
 )

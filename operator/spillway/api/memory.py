@@ -63,10 +63,10 @@ class OptimizerMemory(Fields):
     overlap: Literal["Auto", Overlap] = Field(
         default="Auto",
         description=(
-            "What the update overlaps. None: nothing. Forward: the next forward; each segment waits for its own "
-            "parameters only. Backward: also backward; the CPU updates some parameters early, out of place, and "
-            "keeps the result if the norm needs no clipping. Auto: the faster of None and Forward; Backward too "
-            "without gradientClipping."
+            "What the optimizer update overlaps with. None: nothing. Forward: the next forward pass; each segment "
+            "waits only for its own parameters. Backward: also the backward pass; the CPU updates some parameters "
+            "early, into separate buffers, and discards the result if gradients need clipping. Auto: the fastest of "
+            "None, Forward and, without gradientClipping, Backward."
         ),
     )
 

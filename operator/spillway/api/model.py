@@ -108,7 +108,9 @@ class Lora(Fields):
     rank: Annotated[Positive, Field(le=4096)] = Field(default=16, description="Rank of every adapter.")
     alpha: Number = Field(default=32.0, description="Scale of the adapters, divided by rank.")
     target_modules: tuple[Name, ...] = Field(
-        default=(), max_length=64, description="Names of the modules that get an adapter. Default: the attention's."
+        default=(),
+        max_length=64,
+        description="Names of the modules that get an adapter. Default: the attention projections.",
     )
 
 

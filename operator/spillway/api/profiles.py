@@ -150,9 +150,9 @@ class ObservedPod(Written):
 class ObservedTiers(Written):
     """Peak per tier, of the rank with the highest; tiers that the plan does not use are left out."""
 
-    device: ObservedBytes | None = Field(default=None, description="On each device.")
-    host: ObservedBytes | None = Field(default=None, description="In host memory.")
-    nvme: ObservedBytes | None = Field(default=None, description="On NVMe.")
+    device: ObservedBytes | None = Field(default=None, description="Peak bytes on a device.")
+    host: ObservedBytes | None = Field(default=None, description="Peak bytes in host memory, per rank.")
+    nvme: ObservedBytes | None = Field(default=None, description="Peak bytes on NVMe, per rank.")
 
 
 class MemoryProfileSpec(Written):

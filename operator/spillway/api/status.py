@@ -80,7 +80,7 @@ class PlanStatus(Written):
     )
     reason: Text = Field(default="", description="Why these nodes, with the deciding figure.")
     headroom: TierQuantities | None = Field(
-        default=None, description="Free bytes of the preferred node per tier, without reserved ones."
+        default=None, description="Free bytes in each memory tier of the preferred node, less what is reserved there."
     )
     metrics_age: Short = Field(default="", description="Age of the metrics used, for display: 4s.")
     metrics_source: Short = Field(default="", description="Source of the metrics: Prometheus, Scrape, or empty.")
@@ -199,7 +199,7 @@ class TrainingJobStatus(Written):
         default=(), max_length=32, description="Conditions of the job.", json_schema_extra=LIST_BY_TYPE
     )
     plan: PlanStatus | None = Field(default=None, description="The plan of the present attempt.")
-    progress: Progress | None = Field(default=None, description="How far it is.")
+    progress: Progress | None = Field(default=None, description="Progress of the training.")
     memory: MemoryStatus | None = Field(default=None, description="Measured memory.")
     checkpoint: CheckpointStatus | None = Field(default=None, description="The last committed checkpoint.")
     attempts: Attempts | None = Field(default=None, description="Attempts and restarts.")

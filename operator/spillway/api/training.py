@@ -130,7 +130,7 @@ class LossScale(Fields):
     """What the loss is multiplied by before backward, so that small gradients survive float16. It halves after a step
     whose gradients are not finite, which is left out."""
 
-    initial: Scale = Field(default=65536, description="Scale of the first step; a power of two.")
+    initial: Scale = Field(default=65536, description="Initial loss scale; a power of two.")
     growth_interval: Positive = Field(
         default=2000, description="Consecutive steps with finite gradients after which the scale doubles."
     )
@@ -154,7 +154,7 @@ class Training(Fields):
         description="Sequences per optimizer step, over all devices and micro-batches."
     )
     micro_batch_size: Annotated[Positive, Field(le=1 << 20)] = Field(
-        default=1, description="Sequences per device in one forward and backward; changes rounding only."
+        default=1, description="Sequences per device in one forward and backward. Results differ only by rounding."
     )
     seed: Count = Field(default=0, description="Seed of initialisation, data order and dropout.")
     gradient_clipping: Number = Field(default=1.0, description="Largest norm of the gradients; 0 = no clipping.")

@@ -276,7 +276,8 @@ def profiles(facts: ClusterFacts, now: datetime) -> Iterator[Diagnosis]:
         yield unseen(check, "NodeProfiles", facts.node_profiles)
         return
     if not facts.node_profiles:
-        yield finding(check, NOTE, "no NodeProfile: plans use the catalog's rates", measure)
+        what = "no NodeProfile: plans use the rates of the built-in hardware catalog, not measured ones"
+        yield finding(check, NOTE, what, measure)
         return
     times = {str(one["metadata"]["name"]): str(value_at(one, "spec.measuredTime") or "") for one in facts.node_profiles}
     stale = [name for name, time in times.items() if time and (days_since(time, now) or 0) > STALE_DAYS]

@@ -53,7 +53,7 @@ PODS_REFUSED = "PodsRefused"
 
 CAUSES: dict[str, str] = {
     RANK_CRASHED: "a rank exited with an undocumented code, or was killed by a signal",
-    ExitCode.USER_ERROR.reason: "a wrong field, corpus or claim, found by the trainer (exit code 64)",
+    ExitCode.USER_ERROR.reason: "the trainer found an invalid field, dataset or claim (exit code 64)",
     ExitCode.DEVICE_OUT_OF_MEMORY.reason: "the device budget was exceeded (70)",
     ExitCode.NON_FINITE.reason: "loss or gradients not finite, with nonFinite: Fail or at the lowest loss scale (71)",
     ExitCode.SPILL_VOLUME_FULL.reason: "the spill volume has too little space for the slab (72)",

@@ -23,6 +23,7 @@ from spillway.units import LARGEST_QUANTITY, format_bytes, format_seconds
 
 from . import conditions as c
 from . import gangs
+from .acceptance import ANY_TIME
 from .conditions import Finding, false, true, unknown
 from .manifests import AttemptFiles, Decision, MetricsSeen, Preferred, attempt_files
 from .observed import JobObject, OperatorFacts
@@ -214,10 +215,13 @@ def belongs_to(files: AttemptFiles, job: JobObject, attempt: int) -> bool:
 
 
 def is_ours(files: AttemptFiles, job: TrainingJob, uid: str, facts: OperatorFacts) -> bool:
-    """Whether the operator would write the same job.json for the accepted job; only the plan is not checked.
+    """Whether the operator would write the same job.json for the accepted job, but for the plan and for fields that do
+    not concern attempts. Otherwise a Job of this contract could still be created, late, beside that of a new one.
 
     Whoever may create ConfigMaps can copy an ownerReference: a contract with another image or ServiceAccount, or of an
     outdated spec, must not be used.
     """
     threads = files.job.compute_threads
-    return attempt_files(job, uid, files.plan, files.plan_status, files.decision, threads, facts).job == files.job
+    made = attempt_files(job, uid, files.plan, files.plan_status, files.decision, threads, facts).job
+    may_differ = {name: getattr(made.spec, name) for name in ANY_TIME}
+    return made == files.job.model_copy(update={"spec": files.job.spec.model_copy(update=may_differ)})

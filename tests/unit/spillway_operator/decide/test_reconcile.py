@@ -839,7 +839,11 @@ def test_a_contract_that_somebody_forged_is_never_used() -> None:
 
 
 def test_a_contract_of_a_spec_that_has_changed_since_is_not_carried_out() -> None:
-    assert carried_on(forged(), {"spec.lifecycle": {"maxRestarts": 7}}) == f"{NAME}-3"
+    assert carried_on(forged(), {"spec.resources": {"cpu": "3"}}) == f"{NAME}-3"
+
+
+def test_a_contract_is_carried_out_with_fields_that_concern_no_attempt() -> None:
+    assert carried_on(forged(), {"spec.lifecycle": {"maxRestarts": 7}}) == f"{NAME}-2"
 
 
 def test_a_number_that_somebody_made_up_is_no_epoch() -> None:

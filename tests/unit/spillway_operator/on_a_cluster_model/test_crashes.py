@@ -505,3 +505,14 @@ def test_long_histories_keep_every_promise() -> None:
             machine.teardown()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_job_that_is_created_late_is_the_one_that_a_changed_deadline_waits_for() -> None:
+    """Two attempts lived for a moment: the contract of the first was not used because spec.lifecycle had changed."""
+    machine = ClusterMachine()
+    machine.begin(1, "", 0, 0, {"activeDeadlineSeconds": 30})
+    machine.operator_hears_and_looks(Fault(1, landed=False, dies=False, late=True))
+    machine.the_user_changes_the_lifecycle("activeDeadlineSeconds", 0)
+    machine.operator_hears_and_looks(None)
+    machine.at_most_one_attempt_lives()
+    assert [job["metadata"]["name"] for job in machine.world.attempts()] == ["demo-1"]
