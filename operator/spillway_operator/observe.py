@@ -114,9 +114,11 @@ class Observer:
             await self._cluster.refresh(job.namespace)
         self._reservations.settle(job, attempts, self._clock())
         pods = await self._pods(job, attempts) if "pods" in needs else None
+        with_defaults, inherited = self._cluster.config.applied(job)
         return Sight(
             Observed(
-                job=job,
+                job=with_defaults,
+                inherited=inherited,
                 attempts=attempts,
                 facts=self._facts(),
                 cluster=self._cluster.view(job),

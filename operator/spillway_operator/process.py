@@ -42,6 +42,7 @@ from .log import is_not_found
 from .measured.cluster import Cluster
 from .measured.memory_profiles import MemoryProfiles
 from .measured.metrics_source import MetricsSource
+from .measured.operator_config import OperatorConfig
 from .measured.reservations import Reservations
 from .measured.scrape_targets import ScrapeTargets
 from .observe import Observer
@@ -89,7 +90,8 @@ class Operator:
         targets = ScrapeTargets(self._client, self._namespaces)
         self._metrics = MetricsSource(settings.prometheus_url, settings.metrics_interval_seconds, targets)
         self._reservations = Reservations(settings.metrics_interval_seconds)
-        self._cluster = Cluster(self._client, self._metrics, self._reservations, settings.node_reader)
+        self._config = OperatorConfig(self._client, self._look_at_all)
+        self._cluster = Cluster(self._client, self._metrics, self._reservations, settings.node_reader, self._config)
         self._events = EventPoster(self._client, self._exporter.event)
         self._outbox = ProgressOutbox()
         self._profiles = MemoryProfiles(self._client, self._cluster.profile_written)
@@ -151,6 +153,7 @@ class Operator:
             "events": self._events.run(),
             "plans": self._plans.run(),
             "progress": self._progress.flush(),
+            "operator config": self._config.run(),
             "memory profiles": self._profiles.run(),
             "complete lists": self._after_first_list(self._audit.run(self._settings.relist_seconds)),
         }
@@ -242,6 +245,7 @@ class Operator:
             if not await self._kind_is_served():
                 logger.error("the API server does not serve TrainingJobs (%s/%s): install the CRDs", GROUP, VERSION)
                 return False
+            await self._config.load()
             await self._audit.first()
         except ApiError as error:
             logger.error("the first complete list failed; retry in %g s: %s", RETRY_SECONDS, error)
@@ -293,8 +297,12 @@ class Operator:
             progress_ca="" if self._certificate is None else self._certificate.authority,
         )
 
+    def _look_at_all(self) -> None:
+        for job in self._store.jobs:
+            self._queue.add(job.key)
+
     def _forget(self, key: Key) -> None:
-        for part in (self._queue, self._reservations, self._progress, self._profiles, self._applier):
+        for part in (self._config, self._queue, self._reservations, self._progress, self._profiles, self._applier):
             part.forget(key)
 
     @property

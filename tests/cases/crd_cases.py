@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spillway.api import crd
-from spillway.api.crd import MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, Kind
+from spillway.api.crd import MEMORY_PROFILE, NODE_PROFILE, OPERATOR_CONFIG, TRAINING_JOB, Kind
 from spillway.api.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH, NUMBER_PATTERN, RESOURCE_PATTERN
 from spillway.api.limits import GROUP, MANAGER, MAX_NAME_LENGTH, VERSION
+from spillway.api.operator_config import CONFIG_NAME
 from spillway.api.rejections import NOT_IN_CLUSTER, NOT_YET
 from spillway.units import BYTES_PATTERN, POSITIVE_BYTES_PATTERN, POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
 
@@ -108,6 +109,7 @@ SPECS: dict[str, Document] = {
     },
     MEMORY_PROFILE.kind: {"fingerprint": "0123456789abcdef"},
     NODE_PROFILE.kind: {"deviceKind": "Cpu"},
+    OPERATOR_CONFIG.kind: {},
 }  # fmt: skip
 COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.model.config.numKeyValueHeads": {"spec.model.config.numHeads": 1024},
@@ -132,7 +134,7 @@ LONGEST_TIME = "2026-11-21T14:00:00.000000+00:00"
 
 
 def manifest(kind: Kind, name: str = "crd-case") -> Document:
-    metadata: Document = {"name": name}
+    metadata: Document = {"name": CONFIG_NAME if kind is OPERATOR_CONFIG else name}
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": kind.kind,
@@ -353,9 +355,11 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"metadata.name": "my-job"}, {"metadata.name": "my.job"}, ("metadata.name my.job", "no dot")
     ),
     (TRAINING_JOB.kind, "spec", 0): RuleCase(
-        {"spec.memory.budget.host": "2Gi", "spec.spill.storageClassName": "fast"},
-        {"spec.suspend": False, "spec.memory.budget.host": "2Gi", "spec.spill.storageClassName": "fast"},
-        ("spec", '["memory", "spill"] cannot change while suspend is false', "set suspend: true first"),
+        {"spec.memory.budget.host": "2Gi", "spec.spill.storageClassName": "fast", "spec.checkpoint.claim": "other"},
+        {"spec.suspend": False, "spec.memory.budget.host": "2Gi", "spec.checkpoint.claim": "other",
+         "spec.members": [{"name": "a"}], "spec.objective": {"metric": "Loss"}},
+        ("spec", '["memory", "checkpoint", "members", "objective"] cannot change while suspend is false',
+         "set suspend: true first"),
         stored={"spec.suspend": True},
         stored_outside={},
     ),
@@ -468,6 +472,17 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.managedBy": "another.test/operator"},
         ("spec.managedBy", f"immutable: {NOBODY} cannot become another.test/operator"),
         stored={},
+    ),
+    (OPERATOR_CONFIG.kind, "", 0): RuleCase(
+        {"metadata.name": CONFIG_NAME}, {"metadata.name": "other"}, ("metadata.name other", "only default is used")
+    ),
+    (OPERATOR_CONFIG.kind, "spec.jobDefaults.env[]", 0): _one_of(
+        "spec.jobDefaults.env[0]",
+        {"spec.jobDefaults.env": [{"name": "A", "value": "1"}]},
+        {"spec.jobDefaults.env": [
+            {"name": "A", "value": "1", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}
+        ]},
+        '["value", "valueFrom"]',
     ),
     (MEMORY_PROFILE.kind, "spec.fingerprint", 0): RuleCase(
         {"spec.count": 2},

@@ -22,7 +22,7 @@ LONGEST_LINE = 300
 
 @pytest.fixture(scope="module")
 def server(testbed: Bed) -> Iterator[Server]:
-    """With the three kinds installed under GROUP."""
+    """With the four kinds installed under GROUP."""
     client = Client(testbed.kubeconfig)
     found = Server(client.request, NAMESPACE, GROUP)
     names = [found.definition(kind)["metadata"]["name"] for kind in KINDS]

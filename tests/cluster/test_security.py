@@ -378,6 +378,7 @@ RIGHTS = {
     ("create", "memoryprofiles"): (),
     ("patch", "memoryprofiles"): (),
     ("create", "nodeprofiles"): (),
+    ("patch", "operatorconfigs"): (),
 }
 
 

@@ -301,6 +301,7 @@ IN_THE_CLUSTER = {
         ("", "pods"): "list",
         ("storage.k8s.io", "csistoragecapacities"): "list",
         ("spillway.dev", "nodeprofiles"): "list",
+        ("spillway.dev", "operatorconfigs"): "get",
     },
     "token-review": {("authentication.k8s.io", "tokenreviews"): "create"},
 }

@@ -18,7 +18,7 @@ from spillway.api.training_job import TrainingJobSpec
 MAX_FILE_BYTES = 200 * 1024
 KIND_NODES: dict[str, dict[str, dict[str, Any]]] = {kind.kind: dict(fields(schema_of(kind))) for kind in KINDS}
 NODES = {f"{kind}:{path}": node for kind, nodes in KIND_NODES.items() for path, node in nodes.items()}
-"""every schema node of the three kinds"""
+"""every schema node of the four kinds"""
 JOB_NODES = KIND_NODES[TRAINING_JOB.kind]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
 
@@ -157,8 +157,9 @@ def test_nodes_have_profiles_cluster_wide_and_models_in_their_namespace() -> Non
         "TrainingJob": ("Namespaced", "tjob", "trainingjobs"),
         "MemoryProfile": ("Namespaced", "mprof", "memoryprofiles"),
         "NodeProfile": ("Cluster", "nprof", "nodeprofiles"),
+        "OperatorConfig": ("Cluster", "opconf", "operatorconfigs"),
     }
 
 
 def test_only_a_training_job_has_a_status_of_its_own() -> None:
-    assert ["status" in nodes for nodes in KIND_NODES.values()] == [True, False, False]
+    assert ["status" in nodes for nodes in KIND_NODES.values()] == [True, False, False, False]

@@ -22,7 +22,7 @@ Object = dict[str, Any]
 GROUPS = {
     "/api/v1": ["configmaps", "services", "pods", "persistentvolumeclaims", "nodes", "namespaces", "events"],
     "/apis/batch/v1": ["jobs"],
-    "/apis/spillway.dev/v1alpha1": ["trainingjobs", "nodeprofiles", "memoryprofiles"],
+    "/apis/spillway.dev/v1alpha1": ["trainingjobs", "nodeprofiles", "memoryprofiles", "operatorconfigs"],
     "/apis/events.k8s.io/v1": ["events"],
     "/apis/coordination.k8s.io/v1": ["leases"],
     "/apis/discovery.k8s.io/v1": ["endpointslices"],
@@ -34,9 +34,10 @@ KINDS = {
     "nodes": "Node", "namespaces": "Namespace", "events": "Event", "jobs": "Job", "trainingjobs": "TrainingJob",
     "leases": "Lease", "endpointslices": "EndpointSlice",
     "nodeprofiles": "NodeProfile", "memoryprofiles": "MemoryProfile",
+    "operatorconfigs": "OperatorConfig",
     "customresourcedefinitions": "CustomResourceDefinition", "tokenreviews": "TokenReview",
 }  # fmt: skip
-CLUSTER_SCOPED = ("nodes", "nodeprofiles", "namespaces", "customresourcedefinitions", "tokenreviews")
+CLUSTER_SCOPED = ("nodes", "nodeprofiles", "operatorconfigs", "namespaces", "customresourcedefinitions", "tokenreviews")
 
 
 @dataclass(frozen=True, slots=True)

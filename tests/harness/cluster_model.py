@@ -274,7 +274,8 @@ class Operator:
                 self.store.put_attempt(project_attempt(copy.deepcopy(found)))
         self.notes: list[Any] = []
         reservations = Reservations(15.0)
-        cluster: Any = SimpleNamespace(refresh=_nothing, view=lambda key: ClusterView())
+        as_it_is: Any = SimpleNamespace(applied=lambda job: (job, ()))
+        cluster: Any = SimpleNamespace(refresh=_nothing, view=lambda job: ClusterView(), config=as_it_is)
         events: Any = SimpleNamespace(note=lambda job, event: self.notes.append(event))
         exporter: Any = SimpleNamespace(reconcile=_must_not_fail, decision=lambda *_: None)
         client: Any = self.client

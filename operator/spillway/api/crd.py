@@ -37,6 +37,7 @@ from spillway.api.limits import (
 )
 from spillway.api.memory import Parallelism
 from spillway.api.model import Data, Model
+from spillway.api.operator_config import CONFIG_NAME, OperatorConfigSpec
 from spillway.api.profiles import MemoryProfileSpec, NodeProfileSpec
 from spillway.api.rejections import NOT_IN_CLUSTER, NOT_YET
 from spillway.api.status import TrainingJobStatus
@@ -253,6 +254,17 @@ JOB_RULES: dict[str, list[Schema]] = {
 }
 """CEL by field; transition rules see the stored object as oldSelf"""
 
+CONFIG_RULES: dict[str, list[Schema]] = {
+    "": [
+        _rule(
+            f"self.metadata.name == '{CONFIG_NAME}'",
+            f"metadata.name: only {CONFIG_NAME} is used",
+            f"metadata.name %s: only {CONFIG_NAME} is used",
+            "self.metadata.name",
+        )
+    ],
+    "spec.jobDefaults.env[]": [_one_of("value", "valueFrom")],
+}
 PROFILE_RULES: dict[str, list[Schema]] = {"spec.fingerprint": [_immutable_text("MemoryProfile")]}
 
 # --- kinds ------------------------------------------------------------------------------------------------------------
@@ -348,7 +360,20 @@ NODE_PROFILE = Kind(
         ("Measured", ".spec.measuredTime", "date", 0, "Time since the measurement."),
     ),
 )
-KINDS = (TRAINING_JOB, MEMORY_PROFILE, NODE_PROFILE)
+OPERATOR_CONFIG = Kind(
+    kind="OperatorConfig",
+    short_name="opconf",
+    scope="Cluster",
+    description="What an administrator sets for all TrainingJobs; the object is named default.",
+    spec=OperatorConfigSpec,
+    rules=CONFIG_RULES,
+    columns=(
+        ("Image", ".spec.jobDefaults.image", "string", 0, "Trainer image of jobs that name none."),
+        ("Queue", ".spec.jobDefaults.scheduling.queueName", "string", 0, "LocalQueue of jobs that name none."),
+        ("Age", ".metadata.creationTimestamp", "date", 0, "Time since creation."),
+    ),
+)
+KINDS = (TRAINING_JOB, MEMORY_PROFILE, NODE_PROFILE, OPERATOR_CONFIG)
 
 # --- the definition ---------------------------------------------------------------------------------------------------
 

@@ -203,6 +203,9 @@ class TrainingJobStatus(Written):
     memory: MemoryStatus | None = Field(default=None, description="Measured memory.")
     checkpoint: CheckpointStatus | None = Field(default=None, description="The last committed checkpoint.")
     attempts: Attempts | None = Field(default=None, description="Attempts and restarts.")
+    inherited: Annotated[tuple[Short, ...], Field(max_length=16)] = Field(
+        default=(), description="Fields of spec that the current attempt has from the OperatorConfig."
+    )
     escalations: tuple[Escalation, ...] = Field(
         default=(),
         max_length=MOST_ESCALATIONS,

@@ -83,6 +83,8 @@ class NodeView:
     """Of pods that are not the operator's; None: the operator may not list pods."""
     ours: Requests = NO_REQUESTS
     """Of pods of other TrainingJobs."""
+    is_declared: bool = False
+    """It does not exist yet: a node of a class that an administrator declared."""
     volumes: Mapping[str, int] = field(default_factory=dict)
     """StorageClass -> bytes of the largest volume that can be made for this node, where the driver says."""
 
@@ -163,6 +165,8 @@ class ClusterView:
     """What earlier attempts of this job showed."""
     as_free: bool = False
     """Plan for what is free now, not for what the nodes have."""
+    declared: tuple[NodeView, ...] = ()
+    """A node of each declared class."""
     avoided: frozenset[str] = frozenset()
     """Nodes with faults, not used while another one can carry the job."""
     device: DeviceKind | None = None

@@ -146,7 +146,7 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
 def _no_devices(name: str, cluster: ClusterView) -> str:
     if cluster.nodes is None:
         return "the operator may not list nodes"
-    has_one = any(view.allocatable_devices.get(name) for view in cluster.nodes)
+    has_one = any(view.allocatable_devices.get(name) for view in (*cluster.nodes, *cluster.declared))
     return "" if has_one else f"no node has {name}"
 
 
@@ -154,9 +154,20 @@ def _place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
     """On the kind of device that the job names."""
     if cluster.nodes is None:
         return _without_view(job, cluster)
-    needs, nodes = _needs(job.spec), cluster.nodes
+    nodes = cluster.nodes
     if cluster.as_free:
         nodes = tuple(replace(view.free, others=NO_REQUESTS, ours=NO_REQUESTS) for view in nodes)
+    placed = _among(job, cluster, nodes)
+    if isinstance(placed, Unplaceable) and cluster.declared:
+        new = _among(job, cluster, cluster.declared)
+        if isinstance(new, Placement):
+            reason = f"no node can carry it; planned for {new.preferences[0].node}, which does not exist yet"
+            return replace(new, preferences=(), headroom={}, at_once=True, reason=reason)
+    return placed
+
+
+def _among(job: TrainingJob, cluster: ClusterView, nodes: tuple[NodeView, ...]) -> Placement | Unplaceable:
+    needs = _needs(job.spec)
     able, misses = _could_carry(job.spec, needs, nodes)
     if not able:
         return Unplaceable("NoNode", _no_node(nodes, misses))
@@ -240,6 +251,8 @@ def _miss(  # noqa: PLR0911 - one line per condition
 ) -> tuple[int, str] | None:
     """What keeps `view` from ever carrying a pod, and how many conditions it met before; None = nothing."""
     device, ranks = device_kind(spec), spec.parallelism.devices_per_node
+    if view.is_declared and view.profile is not None and view.profile.device_kind != device:
+        return 0, f"{view.name} has {view.profile.device_kind} devices"
     for key, value in spec.scheduling.node_selector.items():
         if view.labels.get(key) != value:
             return 0, f"{view.name} has {key}={view.labels.get(key, '')!r}, spec.scheduling.nodeSelector asks {value!r}"
@@ -360,11 +373,11 @@ def _class_of(spec: TrainingJobSpec, needs: _Needs, view: NodeView, pod_factor: 
     plannable = plannable_memory_bytes(limit, needs.runtime_bytes, spec.parallelism.devices_per_node, device)
     memory = rounded_down(plannable)
     spill = rounded_down(_spill_capacity(spec, needs, view))
+    names = view.labels if view.is_declared else (GPU_PRODUCT,) if device == "Cuda" else ()
+    labels = tuple((name, view.labels[name]) for name in sorted(names) if view.labels.get(name))
     if device == "Cuda":
-        product = view.labels.get(GPU_PRODUCT)
-        labels = ((GPU_PRODUCT, product),) if product else ()
         return _NodeClass(replace(node, host_bytes=memory, nvme_bytes=spill), 0, labels)
-    return _NodeClass(replace(node, device_bytes=memory, host_bytes=memory, nvme_bytes=spill), memory, ())
+    return _NodeClass(replace(node, device_bytes=memory, host_bytes=memory, nvme_bytes=spill), memory, labels)
 
 
 def _share(spec: TrainingJobSpec, view: NodeView, num_bytes: int) -> int:

@@ -194,6 +194,8 @@ class Observed:
     silence within that time says something about a trainer."""
     queue_says: str | None = None
     """The queue's own message why it has not admitted the newest attempt; None = not requested."""
+    inherited: tuple[str, ...] = ()
+    """Fields of the job's spec that are the OperatorConfig's."""
     capacity_is_fresh: bool = False
     """Whether nodes and their pods were listed for this look, or shortly before."""
     waiting_gangs: tuple[WaitingGang, ...] | None = None

@@ -178,6 +178,7 @@ def begun(case: Case, files: AttemptFiles) -> Case:
     begun = case.changed(
         attempts=attempts,
         plan=files.plan_status,
+        inherited=case.observed.inherited,
         escalations=_latest(case.status.escalations, files.decision.escalations),
         progress=at_the_start(case.status.progress, case.steps),
         start_time=case.status.start_time or attempts.start_time,

@@ -121,6 +121,7 @@ def is_path_segment(name: str) -> bool:
 TRAINING_JOBS = ApiResource("/apis/spillway.dev/v1alpha1", "trainingjobs")
 NODE_PROFILES = ApiResource("/apis/spillway.dev/v1alpha1", "nodeprofiles")
 MEMORY_PROFILES = ApiResource("/apis/spillway.dev/v1alpha1", "memoryprofiles")
+OPERATOR_CONFIGS = ApiResource("/apis/spillway.dev/v1alpha1", "operatorconfigs")
 JOBS = ApiResource("/apis/batch/v1", "jobs")
 CONFIG_MAPS = ApiResource("/api/v1", "configmaps")
 SERVICES = ApiResource("/api/v1", "services")

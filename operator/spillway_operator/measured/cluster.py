@@ -36,6 +36,7 @@ from ..kube.api_client import (
 )
 from .faulty_nodes import FaultyNodes
 from .metrics_source import MetricsSnapshot, MetricsSource
+from .operator_config import OperatorConfig
 from .pod_requests import (
     ON_NODES,
     RequestsByNode,
@@ -85,12 +86,14 @@ class Cluster:
         metrics: MetricsSource,
         reservations: Reservations,
         node_reader: bool,
+        config: OperatorConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._metrics = metrics
         self._reservations = reservations
         self._node_reader = node_reader
+        self.config = config
         self._clock = clock
         self._listing = asyncio.Lock()
         self._nodes: tuple[NodeView, ...] | None = None
@@ -165,6 +168,7 @@ class Cluster:
             model_corrections=known.corrections,
             observed_pods=known.pods,
             avoided=self.avoided_nodes,
+            declared=self.config.declared,
         )
 
     def _as_listed(self, reservation: Reservation) -> Reservation:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from harness.depth import at
-from harness.installed import Document, Installed, example, named, running_for_an_hour
+from harness.installed import KWOK_TOLERATION, Document, Installed, example, named, running_for_an_hour
 from harness.patience import wait_until
 from testbed.fake_nodes import OWNED, TAINT
 
@@ -195,3 +195,42 @@ def test_a_pod_fits_beside_the_daemons_of_its_node(spillway: Installed, namespac
         job = spillway.until(is_running, namespace, "beside", SECONDS)
         print("\n", job["status"]["plan"]["podMemory"], job["status"]["plan"]["summary"])
         assert job["status"]["attempts"]["total"] == 1
+
+
+@pytest.fixture
+def config(spillway: Installed) -> Iterator[None]:
+    """Defaults for all jobs, and a class of nodes that do not exist yet."""
+    spec = {
+        "jobDefaults": {
+            "env": [{"name": "INHERITED", "value": "yes"}],
+            "scheduling": {"tolerations": [KWOK_TOLERATION]},
+        },
+        "nodeClasses": [{"name": "new-pool", "node": "8xh100", "labels": {POOL: "new"}, "cpu": "96"}],
+    }
+    spillway.bed.apply({
+        "apiVersion": "spillway.dev/v1alpha1", "kind": "OperatorConfig", "metadata": {"name": "default"}, "spec": spec,
+    })  # fmt: skip
+    yield
+    spillway.bed.kubectl("delete", "operatorconfigs.spillway.dev", "default")
+
+
+def test_a_job_shows_its_demand_before_there_is_a_node_and_runs_once_there_is(
+    spillway: Installed, namespace: str, config: None
+) -> None:
+    job = running_for_an_hour(named(gpu_job(namespace, "first"), "first"))
+    job["spec"]["scheduling"] = {"nodeSelector": {"type": "kwok", POOL: "new"}}
+    spillway.create(job)
+    spillway.until(lambda _: bool(spillway.children("pod", namespace, "first")), namespace, "first", SECONDS)
+    (pod,) = spillway.children("pod", namespace, "first")
+    assert pod["status"]["phase"] == "Pending"
+    container = pod["spec"]["containers"][0]
+    assert container["resources"]["requests"][GPU] == "1"
+    assert {"name": "INHERITED", "value": "yes"} in container["env"]
+    required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert required["nodeSelectorTerms"] == [{"matchExpressions": [{"key": POOL, "operator": "In", "values": ["new"]}]}]
+    status = spillway.job(namespace, "first")["status"]
+    assert status["plan"]["reason"] == ("no node can carry it; planned for a new new-pool, which does not exist yet")
+    assert status["inherited"] == ["env", "scheduling.tolerations"]
+    for _ in nodes_of(spillway, [node("new-000", "new", "h100", memory="2Ti")], None):
+        spillway.until(is_running, namespace, "first", SECONDS)
+        assert node_of(spillway, namespace, "first") == "new-000"

@@ -40,7 +40,7 @@ ROUNDS = 10 if FULL else 1
 FAKE = tuple(f"fake-{index}" for index in range(5))
 TRAINS, ENDS, SLEEPS, DONE = "trains", "ends-alone", "sleeps", "done"
 TRAINERS = (TRAINS, ENDS)
-CRDS = {f"{plural}.spillway.dev" for plural in ("trainingjobs", "memoryprofiles", "nodeprofiles")}
+CRDS = {f"{plural}.spillway.dev" for plural in ("trainingjobs", "memoryprofiles", "nodeprofiles", "operatorconfigs")}
 CERTIFICATE = f"{RELEASE}-progress-tls"
 ACCOUNT = "released"
 """not the account of the other tests, whose rights are held against their use: an operator that is being uninstalled

@@ -20,7 +20,9 @@ from harness.page_commands import Shell, commands_of
 from harness.places import ROOT
 from testbed.client import Bed
 
-CRDS = tuple(f"{plural}.spillway.dev" for plural in ("trainingjobs", "memoryprofiles", "nodeprofiles"))
+CRDS = tuple(
+    f"{plural}.spillway.dev" for plural in ("trainingjobs", "memoryprofiles", "nodeprofiles", "operatorconfigs")
+)
 NAMESPACE, TEAM = "spillway", "team-a"
 CLAIM = Path("/var/tmp/spillway-two-pod")
 QUICK_IMAGE = "local/hostroot --set-string image.tag=1,trainer.image.tag=1"

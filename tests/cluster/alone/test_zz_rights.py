@@ -13,6 +13,7 @@ from harness.installed import CHART, OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, I
 Right = tuple[str, str, str]
 """verb, API group, resource with its subresource"""
 OF_THE_CLUSTER, OF_THE_RELEASE, OF_JOBS = "cluster", "release's namespace", "namespaces of jobs"
+OF_ALL_NODES = ("nodes", "nodeprofiles", "operatorconfigs", "csistoragecapacities", "tokenreviews")
 ROLES = {"node-reader": OF_THE_CLUSTER, "token-review": OF_THE_CLUSTER, "leader": OF_THE_RELEASE}
 """by the end of their names; the others are for the namespaces of jobs"""
 
@@ -48,7 +49,7 @@ def used(spillway: Installed) -> set[tuple[Right, str]]:
         if resource.startswith("selfsubject"):
             continue
         place = OF_JOBS
-        if request.resource in ("nodes", "nodeprofiles", "tokenreviews"):
+        if request.resource in OF_ALL_NODES or (request.resource == "pods" and not request.namespace):
             place = OF_THE_CLUSTER
         elif request.namespace == SYSTEM_NAMESPACE:
             place = OF_THE_RELEASE

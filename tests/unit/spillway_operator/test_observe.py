@@ -16,6 +16,7 @@ from spillway_operator.kube.api_client import ApiClient, Unavailable
 from spillway_operator.kube.store import Store, canonical, known_attempts, project_attempt, project_job
 from spillway_operator.measured.cluster import FRESH_SECONDS, OLDEST_PEAKS_SECONDS, Cluster, project_node
 from spillway_operator.measured.metrics_source import MetricsSource
+from spillway_operator.measured.operator_config import OperatorConfig
 from spillway_operator.measured.reservations import Reservations
 from spillway_operator.observe import Observer, Sight, may_start, project_pod
 
@@ -42,7 +43,8 @@ class Bench:
         self.store = Store()
         self.metrics = MetricsSource()
         self.reservations = Reservations(metrics_interval_seconds=15.0)
-        self.cluster = Cluster(client, self.metrics, self.reservations, node_reader, lambda: self.seconds)
+        self.config = OperatorConfig(client, lambda: None)
+        self.cluster = Cluster(client, self.metrics, self.reservations, node_reader, self.config, lambda: self.seconds)
         self.observer = Observer(
             client, self.store, self.cluster, self.reservations, lambda: FACTS, lambda: self.seconds, progress
         )

@@ -29,6 +29,7 @@ from spillway_operator.kube.store import Key, Store, project_attempt, project_jo
 from spillway_operator.measured import reservations as reservations_module
 from spillway_operator.measured.cluster import Cluster
 from spillway_operator.measured.metrics_source import MetricsSource
+from spillway_operator.measured.operator_config import OperatorConfig
 from spillway_operator.measured.reservations import Reservations
 from spillway_operator.observe import Observer
 from spillway_operator.plan_service import PlanService
@@ -68,7 +69,9 @@ class Bench:
         self.events = EventPoster(client, self.exporter.event)
         reservations = Reservations(15.0)
         self.plans = PlanService(self.queue.add, self.exporter.plan)
-        cluster = Cluster(client, MetricsSource(), reservations, node_reader=False)
+        cluster = Cluster(
+            client, MetricsSource(), reservations, node_reader=False, config=OperatorConfig(client, lambda: None)
+        )
         self.worker = Worker(
             self.queue,
             Observer(client, self.store, cluster, reservations, lambda: OperatorFacts(trainer_image="trainer:1")),

@@ -10,6 +10,7 @@ import pytest
 from cases.job_documents import job
 from spillway.placement.cluster_view import ClusterView, LiveBytes, NodeView, Requests, Reservation, Taint
 from spillway.placement.place import Placement, Unplaceable, base_node, gpu_part, place
+from spillway.planning.hardware import resolve_node
 from spillway.units import GIB, MIB
 
 GPU = "nvidia.com/gpu"
@@ -227,3 +228,43 @@ def test_job_that_fits_only_sharded_is_told_so_before_a_pod_exists(strategy: str
     found = place(job(changes), view)
     assert isinstance(found, Unplaceable)
     assert found.message.startswith(expected), found.message
+
+
+# --- nodes that do not exist yet --------------------------------------------------------------------------------------
+
+
+def declared(name: str = "8xh100", **labels: str) -> NodeView:
+    node = resolve_node(name)
+    devices = {GPU: node.num_devices} if node.device_kind == "Cuda" else {}
+    return NodeView(
+        "a new pool", labels, (), float(node.num_cores), node.host_bytes, node.nvme_bytes, devices, profile=node,
+        is_declared=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", [(), (cpu_node("a"),)])
+def test_without_a_fitting_node_a_job_is_planned_for_a_declared_class(nodes: tuple[NodeView, ...]) -> None:
+    found = placed(*nodes, changes=CUDA, declared=(declared("cpu"), declared(pool="h100")))
+    assert (found.node.name, dict(found.required_labels)) == ("8x-h100-80", {"pool": "h100"})
+    assert found.reason == "no node can carry it; planned for a new pool, which does not exist yet"
+    assert (found.preferences, found.at_once, found.pod.devices) == ((), True, 1)
+
+
+def test_auto_takes_gpus_that_do_not_exist_yet() -> None:
+    found = placed(cpu_node("a"), changes={"spec.parallelism.device": "Auto"}, declared=(declared(pool="h100"),))
+    assert found.plan.device == "Cuda"
+    on_cpus = {"spec.parallelism.device": "Cpu"}
+    assert placed(cpu_node("a"), changes=on_cpus, declared=(declared(pool="h100"),)).preferences[0].node == "a"
+
+
+def test_existing_nodes_go_before_declared_ones_and_their_problem_is_told_if_none_fits() -> None:
+    assert placed(gpu_node("a", A100), declared=(declared(pool="h100"),)).node.name == "8x-a100-40"
+    small = cpu_node("a", allocatable_memory_bytes=GIB)
+    found = place(job({"spec.parallelism.device": "Cpu"}), ClusterView((small,), declared=(declared(),)))
+    assert isinstance(found, Unplaceable)
+    assert "the nearest: a has 1.00 GiB of memory" in found.message
+
+
+def test_a_job_whose_class_is_held_moves_to_declared_nodes() -> None:
+    found = placed(gpu_node("a", taken=8), declared=(declared(pool="new"),), as_free=True)
+    assert dict(found.required_labels) == {"pool": "new"}
