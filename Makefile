@@ -43,8 +43,13 @@ test-ci: env ## the same tests and more, deeper: real processes, sanitizers, ran
 test-cluster: env ## on a real Kubernetes that it boots and removes; root on Linux (SPILLWAY_DEPTH=ci: all that CI runs of it)
 	$(SUPERVISED) $(PYTEST) --numprocesses $(CLUSTER_WORKERS) $(BY_FILES) tests/cluster
 
+# A folder after the other, in processes of their own: what a worker compiles and keeps would not fit in memory.
+# No stacks after ten minutes: to write them while a test runs can end its process.
+PARTS := tests/contract $(filter-out %/__pycache__,$(wildcard tests/unit/* tests/parity/*)) tests/faults tests/local tests/gpu
 test-all: env ## everything and every sweep in full, on the cluster, too: hours
-	SPILLWAY_DEPTH=all $(SUPERVISED) $(PYTEST) $(PARALLEL)
+	for part in $(PARTS); do \
+	  SPILLWAY_DEPTH=all $(SUPERVISED) $(PYTEST) -o faulthandler_timeout=0 $(PARALLEL) $$part || failed="$$failed $$part"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 	SPILLWAY_DEPTH=all $(MAKE) --no-print-directory test-cluster
 
 check: env ## ruff, mypy --strict, import-linter, generated files in step

@@ -12,9 +12,9 @@ hold, namespace `modest` gets a small job every second. By the API server's audi
   deadline  from the end of a small job's `lifecycle.pendingDeadlineSeconds`, in a namespace whose quota admits no pod,
             to the deletion of its Job
 
-`b_p99_seconds` is over all three. `decision_max_seconds` is the upper bound of the histogram bucket with the longest
-decision of the event loop. `planner_bytes` is the peak resident size of all planner processes together;
-`plans_by_deadline` counts plans that were given up.
+`b_p99_seconds` is over all three. `callback_max_cpu_seconds` is the longest callback of the operator's event loop after
+its start, in CPU time of its thread (measured by a sitecustomize.py). `planner_bytes` is the peak resident size of all
+planner processes together; `plans_by_deadline` counts plans that were given up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NUM_NODES = 8
 PENDING_SECONDS = 15
 """longer than the ten seconds after which the operator looks at pods"""
 PATH = "/apis/spillway.dev/v1alpha1/namespaces/{}/trainingjobs"
-AT_MOST = {"b_p99_seconds": 2.0, "decision_max_seconds": 0.1, "planner_bytes": 400e6, "plans_by_deadline": 0.0}
+AT_MOST = {"b_p99_seconds": 2.0, "callback_max_cpu_seconds": 0.1, "planner_bytes": 400e6, "plans_by_deadline": 0.0}
 
 
 def expensive(number: int) -> Document:
@@ -120,10 +120,22 @@ def metrics(port: int) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
 
-def longest_decision(found: dict[str, float]) -> float:
-    prefix = 'spillway_operator_decision_seconds_bucket{le="'
-    buckets = {float(name[len(prefix) : -2]): count for name, count in found.items() if name.startswith(prefix)}
-    return min(bound for bound, count in buckets.items() if count == max(buckets.values()))
+CALLBACKS = """
+import asyncio.events, os, time
+path, longest, run = os.environ.get("CALLBACKS"), 0.0, asyncio.events.Handle._run
+def measured(self):
+    global longest
+    what, began = repr(self), time.thread_time()
+    run(self)
+    took = time.thread_time() - began
+    if took > longest:
+        longest = took
+        with open(path, "w") as file:
+            file.write(f"{took:.4f} {what}")
+if path:
+    asyncio.events.Handle._run = measured
+"""
+"""sitecustomize.py of the operator: the longest callback of its event loop, by the CPU time of the thread"""
 
 
 async def run(bed: Bed, operator: scale.Operator, num_greedy: int, num_modest: int) -> dict[str, float]:
@@ -147,7 +159,6 @@ async def run(bed: Bed, operator: scale.Operator, num_greedy: int, num_modest: i
         "num_greedy": num_greedy,
         "b_p99_seconds": scale.p99([seconds for each in found.values() for seconds in each]),
         "missed": 2 * num_modest + len(suspended) - sum(map(len, found.values())),
-        "decision_max_seconds": longest_decision(seen),
         "planner_bytes": planner_bytes(operator.current.process.pid),
         "plans_by_deadline": sum(count for name, count in plans.items() if "deadline" in name),
     }
@@ -164,10 +175,17 @@ def measure(quick: bool) -> dict[str, float]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="operator-fairness-")))
         token = bed.kubectl("create", "token", RELEASE, "-n", SYSTEM_NAMESPACE, "--duration=1h").strip()
         kubeconfig = write_kubeconfig(folder / "kubeconfig", API_SERVER, bed.state.certificates / "ca.crt", token)
-        environment = {"SPILLWAY_TRAINER_IMAGE": "local/hostroot:1"}
+        (folder / "sitecustomize.py").write_text(CALLBACKS, encoding="utf-8")
+        environment = {
+            "SPILLWAY_TRAINER_IMAGE": "local/hostroot:1", "PYTHONPATH": str(folder),
+            "CALLBACKS": str(folder / "longest"),
+        }  # fmt: skip
         operator = scale.Operator.start(kubeconfig, folder / "operator.log", environment)
         stack.callback(operator.kill)
-        return asyncio.run(run(bed, operator, num_greedy, num_modest))
+        found = asyncio.run(run(bed, operator, num_greedy, num_modest))
+        seconds, _, what = (folder / "longest").read_text(encoding="utf-8").partition(" ")
+        print(f"longest callback: {seconds} CPU-seconds, {what}")
+        return found | {"callback_max_cpu_seconds": float(seconds)}
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ class PlanService:
     async def _serve(self) -> None:
         process = _PlanProcess()
         try:
+            await process.start()
             while True:
                 async with self._changed:
                     await self._changed.wait_for(lambda: self._next_namespace() is not None)
@@ -125,16 +126,17 @@ def _result(answer: PlanAnswer) -> str:
 
 
 class _PlanProcess:
-    """One process, started when it is first needed, and again after it has ended."""
+    """One process, started again for the next question after it has ended."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
+        self._problem = ""
 
     async def answer(self, question: PlanQuestion, seconds: float) -> PlanAnswer:
-        try:
-            process = self._process or await self._start()
-        except OSError as error:
-            return RuntimeError(f"no planner process can be started: {error.strerror}")
+        await self.start()
+        process = self._process
+        if process is None:
+            return RuntimeError(f"no planner process can be started: {self._problem}")
         assert process.stdin is not None
         assert process.stdout is not None
         asked, is_answered = pickle.dumps(question), False
@@ -156,11 +158,16 @@ class _PlanProcess:
             if not is_answered:
                 await self.end()
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def start(self) -> None:
+        """Unless it runs. A failure is the answer to the next question."""
+        if self._process is not None:
+            return
         command = (sys.executable, "-P", "-m", "spillway_operator.plan_process", str(MOST_BYTES))
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-        return self._process
+        try:
+            self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        except OSError as error:
+            self._problem = error.strerror or str(error)
 
     async def end(self) -> None:
         process, self._process = self._process, None

@@ -205,7 +205,7 @@ def config(spillway: Installed) -> Iterator[None]:
             "env": [{"name": "INHERITED", "value": "yes"}],
             "scheduling": {"tolerations": [KWOK_TOLERATION]},
         },
-        "nodeClasses": [{"name": "new-pool", "node": "8xh100", "labels": {POOL: "new"}, "cpu": "96"}],
+        "nodeClasses": [{"name": "new-pool", "node": "8xh100", "labels": {POOL: "new", "type": "kwok"}, "cpu": "96"}],
     }
     spillway.bed.apply({
         "apiVersion": "spillway.dev/v1alpha1", "kind": "OperatorConfig", "metadata": {"name": "default"}, "spec": spec,
@@ -227,7 +227,8 @@ def test_a_job_shows_its_demand_before_there_is_a_node_and_runs_once_there_is(
     assert container["resources"]["requests"][GPU] == "1"
     assert {"name": "INHERITED", "value": "yes"} in container["env"]
     required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert required["nodeSelectorTerms"] == [{"matchExpressions": [{"key": POOL, "operator": "In", "values": ["new"]}]}]
+    (term,) = required["nodeSelectorTerms"]
+    assert {one["key"]: one["values"] for one in term["matchExpressions"]} == {POOL: ["new"], "type": ["kwok"]}
     status = spillway.job(namespace, "first")["status"]
     assert status["plan"]["reason"] == ("no node can carry it; planned for a new new-pool, which does not exist yet")
     assert status["inherited"] == ["env", "scheduling.tolerations"]

@@ -165,7 +165,7 @@ def test_a_process_that_ends_is_an_answer_and_the_next_is_found(monkeypatch: pyt
         await bench.known(next_one)
         assert bench.results == ["failed", "answered"]
 
-    on_a_bench(scenario)
+    on_a_bench(scenario, num_processes=1)
 
 
 def test_questions_of_several_calls_are_one_missing_plan() -> None:
