@@ -30,7 +30,7 @@ from typing import Any
 
 import operator_scale as scale
 import paired
-from harness.installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, example
+from harness.installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, example, running_for_an_hour
 from harness.operator_process import write_kubeconfig
 from synthetic_trainers import Server
 from testbed.client import Bed, Request
@@ -66,7 +66,7 @@ def expensive(number: int) -> Document:
 def small(namespace: str, number: int, **changes: Any) -> Document:
     found = example("one-pod", namespace, checkpoint__claim=None, training__steps=100 + number, **changes)
     found["metadata"]["name"] = f"small-{number:03}"
-    return found
+    return running_for_an_hour(found)
 
 
 async def submit(server: Server, num_modest: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from spillway.errors import UserError
 from spillway.planning.known_plans import PlanAnswer, PlanQuestion
 
 LENGTH_BYTES = 8
-NICE = 10
+NICE = 5
 """The operator's event loop comes first."""
 
 

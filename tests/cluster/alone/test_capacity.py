@@ -189,7 +189,7 @@ def test_a_pod_fits_beside_the_daemons_of_its_node(spillway: Installed, namespac
         fresh()
         job = example(
             "one-pod", namespace, checkpoint__claim=None, parallelism__device="Cpu", spill={}, memory={"mode": "Auto"},
-            training__globalBatchSize=4096, training__microBatchSize=512, scheduling={"nodeSelector": {POOL: "small"}},
+            training__globalBatchSize=4096, training__microBatchSize=4096, scheduling={"nodeSelector": {POOL: "small"}},
         )  # fmt: skip
         spillway.create(running_for_an_hour(named(job, "beside")))
         job = spillway.until(is_running, namespace, "beside", SECONDS)
