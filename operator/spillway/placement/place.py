@@ -543,10 +543,11 @@ def _overrides(job: TrainingJob, group: _NodeClass) -> Overrides:
     budget, node = job.spec.memory.budget, group.node
     if node.device_kind == "Cpu":
         return Overrides(corrections=group.corrections)
-    host, nvme = (None if named is not None else has for named, has in (
-        (budget.host, node.host_bytes), (budget.nvme, node.nvme_bytes)
-    ))  # fmt: skip
-    return Overrides(corrections=group.corrections, host_bytes=host, nvme_bytes=nvme)
+    return Overrides(
+        corrections=group.corrections,
+        host_bytes=node.host_bytes if budget.host is None else None,
+        nvme_bytes=node.nvme_bytes if budget.nvme is None else None,
+    )
 
 
 def _for_its_pod(
@@ -661,13 +662,11 @@ def _nothing_fits(job: TrainingJob, groups: Sequence[_NodeClass], found: Sequenc
     if missing is None:
         return found[nearest]
     explained = missing if missing.nearest else _decided(job, groups[nearest], explained=True)
-    nothing, sharded = (
-        _does_not_fit(explained, f"node class {groups[nearest].node.name}"),
-        _sharded(job, groups[nearest]),
-    )
+    group = groups[nearest]
+    nothing, sharded = _does_not_fit(explained, f"node class {group.node.name}"), _sharded(job, group)
     if sharded is None:
         return nothing
-    on_cuda = groups[nearest].node.device_kind == "Cuda"
+    on_cuda = group.node.device_kind == "Cuda"
     how = "but does not run on Cuda devices yet" if on_cuda else "if you name it"
     return replace(nothing, message=f"strategy {sharded} would fit, {how}; with {RUN_STRATEGY} {nothing.message}")
 

@@ -27,7 +27,7 @@ from .observed import Desired
 from .planning import AttemptHistory, as_decided, is_ours, next_attempts, plan_attempt
 from .progress_status import at_the_start
 
-AVOIDED_SECONDS = 86400.0
+FAULTY_SECONDS = 86400.0
 """How long a job avoids a node that failed it."""
 
 
@@ -58,9 +58,9 @@ def start(case: Case) -> Desired:
 
 
 def _cluster(case: Case) -> ClusterView:
-    """As this job should see it: without the nodes that failed it in the last AVOIDED_SECONDS."""
+    """As this job should see it: without the nodes that failed it in the last FAULTY_SECONDS."""
     known = case.attempts.faulty_nodes or ()
-    faulty = {one.node for one in known if 0 <= case.seconds_now - seconds_of(one.time) < AVOIDED_SECONDS}
+    faulty = {one.node for one in known if 0 <= case.seconds_now - seconds_of(one.time) < FAULTY_SECONDS}
     return replace(case.observed.cluster, avoided=case.observed.cluster.avoided | faulty)
 
 

@@ -159,7 +159,7 @@ class Cluster:
         snapshot = self._metrics.snapshot(now)
         known = self._known.get(key[0], Known())
         return ClusterView(
-            nodes=None if self._nodes is None else self._with_ours(self._with_live_bytes(self._nodes, snapshot), job),
+            nodes=None if self._nodes is None else self._without_own(self._with_live_bytes(self._nodes, snapshot), job),
             metrics_age_seconds=snapshot.age_seconds,
             metrics_problem=snapshot.problem,
             metrics_source=snapshot.source,
@@ -176,9 +176,12 @@ class Cluster:
         listed = self._requests is not None and reservation.owner in self._requests.ours
         return replace(reservation, devices=0) if listed else reservation
 
-    def _with_ours(self, nodes: tuple[NodeView, ...], job: JobObject) -> tuple[NodeView, ...]:
-        ours = {} if self._requests is None else self._requests.ours_by_node(job.uid)
-        return tuple(replace(node, ours=ours[node.name]) if node.name in ours else node for node in nodes)
+    def _without_own(self, nodes: tuple[NodeView, ...], job: JobObject) -> tuple[NodeView, ...]:
+        """Without the pods of the job itself."""
+        if self._requests is None or job.uid not in self._requests.ours:
+            return nodes
+        ours, own = self._requests.ours_by_node(job.uid), self._requests.ours[job.uid]
+        return tuple(replace(node, ours=ours[node.name]) if node.name in own else node for node in nodes)
 
     def _with_live_bytes(self, nodes: tuple[NodeView, ...], snapshot: MetricsSnapshot) -> tuple[NodeView, ...]:
         known = self._joined

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
-from spillway.api.operator_config import CONFIG_NAME, NodeClass, OperatorConfigSpec, with_defaults
+from spillway.api.operator_config import CONFIG_NAME, JobDefaults, NodeClass, OperatorConfigSpec, with_defaults
 from spillway.errors import UserError
 from spillway.placement.cluster_view import NodeView
 from spillway.planning.hardware import resolve_node
@@ -22,6 +22,7 @@ from ..kube.store import Key, canonical
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 15.0
+NO_DEFAULTS = JobDefaults()
 
 
 class OperatorConfig:
@@ -61,7 +62,7 @@ class OperatorConfig:
 
     def applied(self, job: JobObject) -> tuple[JobObject, tuple[str, ...]]:
         """The job with what it inherits, and the fields that it inherits."""
-        if self._spec.job_defaults == OperatorConfigSpec().job_defaults:
+        if self._spec.job_defaults == NO_DEFAULTS:
             return job, ()
         known = self._inherited.get(job.key)
         if known is None or known[0] != job.resource_version or known[1].uid != job.uid:

@@ -43,34 +43,35 @@ class RequestsByNode:
     """Of pods that are neither daemons nor ours."""
     ours: Mapping[str, Mapping[str, Requests]] = field(default_factory=dict)
     """Uid of the TrainingJob -> node -> sum."""
+    all_ours: Mapping[str, Requests] = field(default_factory=dict)
+    """Of all TrainingJobs."""
 
     def on(self, view: NodeView) -> NodeView:
-        """The node with the pods of all but TrainingJobs."""
-        daemons = self.daemons.get(view.name, NO_REQUESTS)
-        return replace(view.without(daemons), others=self.others.get(view.name, NO_REQUESTS))
+        """The node with all pods."""
+        others, ours = (found.get(view.name, NO_REQUESTS) for found in (self.others, self.all_ours))
+        return replace(view.without(self.daemons.get(view.name, NO_REQUESTS)), others=others, ours=ours)
 
-    def ours_by_node(self, without_uid: str) -> dict[str, Requests]:
+    def ours_by_node(self, without_uid: str) -> Mapping[str, Requests]:
         """Of all TrainingJobs but one."""
-        found: dict[str, Requests] = {}
-        for uid, nodes in self.ours.items():
-            if uid != without_uid:
-                _add_all(found, nodes)
-        return found
+        own = self.ours.get(without_uid, {})
+        besides = [nodes for uid, nodes in self.ours.items() if uid != without_uid] if own else []
+        return {
+            **self.all_ours,
+            **{node: sum((each.get(node, NO_REQUESTS) for each in besides), NO_REQUESTS) for node in own},
+        }
 
 
 def sums(pods: Iterable[PodRequests]) -> RequestsByNode:
     daemons: dict[str, Requests] = {}
     others: dict[str, Requests] = {}
     ours: dict[str, dict[str, Requests]] = {}
+    all_ours: dict[str, Requests] = {}
     for pod in pods:
         to = ours.setdefault(pod.job_uid, {}) if pod.job_uid else daemons if pod.stays else others
-        _add_all(to, {pod.node: pod.requests})
-    return RequestsByNode(daemons, others, ours)
-
-
-def _add_all(to: dict[str, Requests], found: Mapping[str, Requests]) -> None:
-    for node, requests in found.items():
-        to[node] = to.get(node, NO_REQUESTS) + requests
+        to[pod.node] = to.get(pod.node, NO_REQUESTS) + pod.requests
+        if pod.job_uid:
+            all_ours[pod.node] = all_ours.get(pod.node, NO_REQUESTS) + pod.requests
+    return RequestsByNode(daemons, others, ours, all_ours)
 
 
 def project_requests(found: Found) -> PodRequests:
