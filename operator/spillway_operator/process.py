@@ -90,7 +90,7 @@ class Operator:
         targets = ScrapeTargets(self._client, self._namespaces)
         self._metrics = MetricsSource(settings.prometheus_url, settings.metrics_interval_seconds, targets)
         self._reservations = Reservations(settings.metrics_interval_seconds)
-        self._config = OperatorConfig(self._client, self._look_at_all)
+        self._config = OperatorConfig(self._client, settings.node_reader, self._look_at_all)
         self._cluster = Cluster(self._client, self._metrics, self._reservations, settings.node_reader, self._config)
         self._events = EventPoster(self._client, self._exporter.event)
         self._outbox = ProgressOutbox()

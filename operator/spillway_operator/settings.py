@@ -46,7 +46,8 @@ class Settings(BaseSettings):
     )
     node_reader: bool = Field(
         default=False,
-        description="Whether the operator may list nodes and NodeProfiles; if not, plans use the catalog.",
+        description="Whether the operator may list nodes and NodeProfiles and read the OperatorConfig; "
+        "if not, plans use the catalog.",
     )
     progress_url: Url = Field(
         default="",

@@ -26,9 +26,10 @@ NO_DEFAULTS = JobDefaults()
 
 
 class OperatorConfig:
-    def __init__(self, client: ApiClient, changed: Callable[[], None]) -> None:
+    def __init__(self, client: ApiClient, may_read: bool, changed: Callable[[], None]) -> None:
         """`changed` is called when the object is another one than before."""
         self._client = client
+        self._may_read = may_read
         self._changed = changed
         self._spec = OperatorConfigSpec()
         self._inherited: dict[Key, tuple[int, JobObject, tuple[str, ...]]] = {}
@@ -46,6 +47,8 @@ class OperatorConfig:
 
     async def load(self) -> None:
         """Raises ApiError if it cannot be read; without the object, the kind or the right nothing is set."""
+        if not self._may_read:
+            return
         try:
             found = await self._client.get(OPERATOR_CONFIGS, "", CONFIG_NAME)
             spec = OperatorConfigSpec.model_validate(found.get("spec") or {})

@@ -265,6 +265,9 @@ def test_a_run_refuses_what_would_not_be_rebuilt(tmp_path: Path) -> None:
         name="job", uid="u", epoch=1, spec=wanted.spec, output_directory=here, corpus_directory=here,
         checkpoint_directory=here, spill_directory=here, termination_message_path=here, compute_threads=1,
     )  # fmt: skip
-    for changes, why in (({"mode": "Disabled"}, "no saved tensors"), ({"strategy": "Fsdp"}, "one segment at a time")):
+    for changes, why in (
+        ({"mode": "Disabled"}, "no tensors that autograd saves"),
+        ({"strategy": "Fsdp"}, "one segment at a time"),
+    ):
         with pytest.raises(UserError, match=why):
             assemble(file, lean.model_copy(update=changes))

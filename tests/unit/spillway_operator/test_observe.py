@@ -43,7 +43,7 @@ class Bench:
         self.store = Store()
         self.metrics = MetricsSource()
         self.reservations = Reservations(metrics_interval_seconds=15.0)
-        self.config = OperatorConfig(client, lambda: None)
+        self.config = OperatorConfig(client, True, lambda: None)
         self.cluster = Cluster(client, self.metrics, self.reservations, node_reader, self.config, lambda: self.seconds)
         self.observer = Observer(
             client, self.store, self.cluster, self.reservations, lambda: FACTS, lambda: self.seconds, progress

@@ -70,7 +70,7 @@ class Bench:
         reservations = Reservations(15.0)
         self.plans = PlanService(self.queue.add, self.exporter.plan)
         cluster = Cluster(
-            client, MetricsSource(), reservations, node_reader=False, config=OperatorConfig(client, lambda: None)
+            client, MetricsSource(), reservations, node_reader=False, config=OperatorConfig(client, True, lambda: None)
         )
         self.worker = Worker(
             self.queue,

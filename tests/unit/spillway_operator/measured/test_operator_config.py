@@ -21,7 +21,7 @@ def put(api: FakeApi, **spec: Any) -> None:
 def test_jobs_are_looked_at_with_what_they_inherit_and_again_when_that_changes() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         changes = list[int]()
-        config = OperatorConfig(client, lambda: changes.append(1))
+        config = OperatorConfig(client, True, lambda: changes.append(1))
         job = put_job(api)
         await config.load()
         assert config.applied(job) == (job, ())
@@ -42,7 +42,7 @@ def test_jobs_are_looked_at_with_what_they_inherit_and_again_when_that_changes()
 @pytest.mark.parametrize("code", [403, 404])
 def test_without_the_right_or_the_kind_nothing_is_set(code: int) -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
-        config = OperatorConfig(client, lambda: None)
+        config = OperatorConfig(client, True, lambda: None)
         put(api, jobDefaults={"image": "one"})
         api.fail("GET", "/operatorconfigs", code)
         await config.load()
@@ -51,9 +51,18 @@ def test_without_the_right_or_the_kind_nothing_is_set(code: int) -> None:
     with_cluster(scenario)
 
 
+def test_an_operator_without_the_right_does_not_ask() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        put(api, jobDefaults={"image": "one"})
+        await OperatorConfig(client, False, lambda: None).load()
+        assert api.count("GET", "operatorconfigs") == 0
+
+    with_cluster(scenario)
+
+
 def test_what_was_read_before_stays_if_it_cannot_be_read() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
-        config = OperatorConfig(client, lambda: None)
+        config = OperatorConfig(client, True, lambda: None)
         put(api, jobDefaults={"image": "one"})
         await config.load()
         put(api, jobDefaults={"unheard": "of"})
@@ -68,7 +77,7 @@ def test_what_was_read_before_stays_if_it_cannot_be_read() -> None:
 
 def test_a_node_class_is_a_node_of_the_catalog_with_the_sizes_that_it_names() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
-        config = OperatorConfig(client, lambda: None)
+        config = OperatorConfig(client, True, lambda: None)
         whole = {"name": "whole", "node": "8xh100", "labels": {"pool": "h100"}}
         sized = {"name": "sized", "node": "cpu", "cpu": "4", "memory": "32Gi", "ephemeralStorage": "1Ti"}
         put(api, nodeClasses=[whole, sized, {"name": "odd", "node": "8xunheard"}])
