@@ -38,7 +38,7 @@ BEFORE = "e53d713"
 CELLS = {
     "updated by the CPU": "optimizer: {placement: Host}",
     "interleaved": "optimizer: {placement: Interleaved}",
-    "weights streamed": "optimizer: {placement: Host}\n    parameters: {placement: Stream}",
+    "weights streamed": "optimizer: {placement: Host}\n      parameters: {placement: Stream}",
 }
 STEPS = 3
 """in a row; their costs are added up"""
@@ -56,8 +56,9 @@ spec:
   training: {steps: 100, sequenceLength: 512, globalBatchSize: 1, microBatchSize: 1, gradientClipping: "1.0"}
   memory:
     budget: {device: 72Gi, host: 190Gi}
-    activations: {policy: Keep}
-    CELL
+    advanced:
+      activations: {policy: Keep}
+      CELL
 """
 
 

@@ -155,8 +155,8 @@ class Laboratory:
     def _job(self, seed: int, halving: int, device_bytes: int) -> TrainingJob:
         size = self._size
         members = "\n".join(
-            f'  - {{name: r{rate}-d{dropout.replace(".", "")}, overrides: {{training.optimizer.learningRate: "{rate}", '
-            f'model.config.dropout: "{dropout}"}}}}'
+            f'  - {{name: r{rate}-d{dropout.replace(".", "")}, training: {{optimizer: {{learningRate: "{rate}"}}}}, '
+            f'model: {{config: {{dropout: "{dropout}"}}}}}}'
             for dropout in DROPOUTS
             for rate in size.rates
         )

@@ -18,7 +18,7 @@ Then, on the same two nodes and for models of 7 B to 20 B, sequence 2048, micro-
   DeepSpeed  0.19.8: gradient copies that do not block, then 50 bytes a parameter by the CPU, nothing beside it
 
 All in exposed update seconds: what the iteration takes beyond forward and backward, none of it behind the next forward,
-where ours can be (memory.optimizer.overlap). What DeepSpeed's gradient copies
+where ours can be (memory.advanced.optimizer.overlap). What DeepSpeed's gradient copies
 leave exposed in backward is not counted against it, and what ours leave is counted against ours. The CPU lane runs at
 what host memory leaves it beside the copies (step_time.beside_copies). The column "our path, by stride" has the stride
 with our CPU path and split masters: how far ours is ahead of it is what the real-valued share alone is worth. The last
@@ -203,9 +203,11 @@ def case(gpu: GpuClass, model: Model) -> Case:
             },
             "parallelism": {"devicesPerNode": NUM_RANKS, "strategy": "Zero3"},
             "memory": {
-                "optimizer": {"placement": "Interleaved"},
-                "activations": {"policy": "Recompute"},
-                "parameters": {"placement": "Resident"},
+                "advanced": {
+                    "optimizer": {"placement": "Interleaved"},
+                    "activations": {"policy": "Recompute"},
+                    "parameters": {"placement": "Resident"},
+                },
             },
         },
     }  # fmt: skip

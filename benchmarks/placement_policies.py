@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from placement_simulation import METRICS_SECONDS, START_SECONDS, Ask, Ended, Policy
-from spillway.api.profiles import MemoryProfileSpec
+from spillway.api.profiles import MemoryProfile
 from spillway.api.training_job import TrainingJob
 from spillway.feedback.ladder import MOST_MEMORY_TRIES, MemoryFailure, corrections_after, repeats, tries_are_used_up
 from spillway.feedback.pod_evidence import PodPeak, workload
@@ -92,7 +92,7 @@ class Spillway(Policy):
     """What the operator does: place, climb the ladder, remember in profiles, reserve until the metrics show it."""
 
     def __init__(self) -> None:
-        self._profiles: dict[str, MemoryProfileSpec] = {}
+        self._profiles: dict[str, MemoryProfile] = {}
         self._debits: dict[int, _Debit] = {}
         self._placed: dict[int, Placement] = {}
         self._metrics_at = 0.0

@@ -93,7 +93,7 @@ FORCED = {"optimizer": {"placement": "Host"}, "activations": {"policy": "Nvme"}}
 
 
 def budget(device: str, host: str = "256Mi", nvme: str = "1Gi", **more: Any) -> Document:
-    return {"budget": {"device": device, "host": host, "nvme": nvme}, **deepcopy(more)}
+    return {"budget": {"device": device, "host": host, "nvme": nvme}, "advanced": deepcopy(more)}
 
 
 DONOR = job(GPT2, memory=budget("96Mi"), training={"steps": 2})

@@ -107,7 +107,7 @@ def document(number: int, job: Recorded, text: str) -> dict[str, Any]:
         },
         "memory": {
             "budget": {"device": "3Gi", "host": "3Gi", "nvme": "3Gi"},
-            "optimizer": {"placement": job.optimizer}, "activations": {"policy": job.activations},
+            "advanced": {"optimizer": {"placement": job.optimizer}, "activations": {"policy": job.activations}},
         },
         "checkpoint": {"everySteps": NUM_STEPS, "keep": 2},
     }  # fmt: skip

@@ -26,7 +26,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore", env_ignore_empty=True)
 
-    trainer_image: str = Field(min_length=1, description="Trainer image for jobs without spec.image.")
+    trainer_image: str = Field(min_length=1, description="Trainer image for jobs without spec.pod.image.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
         default="IfNotPresent", description="Pull policy of the trainer's image."
     )

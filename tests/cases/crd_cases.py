@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spillway.api import crd
-from spillway.api.crd import MEMORY_PROFILE, NODE_PROFILE, OPERATOR_CONFIG, TRAINING_JOB, Kind
+from spillway.api.crd import EARLIER, MEMORY_PROFILE, NODE_PROFILE, OPERATOR_CONFIG, TRAINING_JOB, Kind
 from spillway.api.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH, NUMBER_PATTERN, RESOURCE_PATTERN
 from spillway.api.limits import GROUP, MANAGER, MAX_NAME_LENGTH, VERSION
 from spillway.api.operator_config import CONFIG_NAME
@@ -28,6 +28,7 @@ Schema = dict[str, Any]
 KEYWORDS = (
     "enum", "minimum", "maximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "maxProperties",
 )  # fmt: skip
+NO_FIELD = "Not a field any more"
 NOBODY = "crd-cases.test/nobody"
 """managedBy of stored jobs: no operator touches them"""
 
@@ -36,7 +37,7 @@ NOBODY = "crd-cases.test/nobody"
 class Constraint:
     kind: str
     path: str
-    """of the field, as in the schema: spec.env[].name"""
+    """of the field, as in the schema: spec.pod.env[].name"""
     name: str
     """keyword of the schema, `required`, `unique`, `format`, or `rule N` counting from 0"""
 
@@ -87,6 +88,8 @@ def constraints(kind: Kind) -> Iterator[Constraint]:
         names += ["unique"] if node.get("x-kubernetes-list-type") == "map" else []
         names += ["format"] if node.get("format") == "date-time" else []
         names += [f"rule {number}" for number in range(len(node.get("x-kubernetes-validations", [])))]
+        if node.get("description", "").startswith(NO_FIELD):
+            names = ["rule 0"]
         for name in names:
             yield Constraint(kind.kind, path, name)
 
@@ -152,7 +155,7 @@ def with_field(document: Document, schema: Schema, path: str, value: Any) -> Doc
 
 
 def _steps(path: str) -> list[str]:
-    """spec.env[].name -> spec, env, [], name."""
+    """spec.pod.env[].name -> spec, env, [], name."""
     return [step for step in re.split(r"\.|(\[\])", path) if step]
 
 
@@ -323,6 +326,11 @@ def _stays_on_its_claim(owner: str) -> RuleCase:
     return RuleCase(at("en/..wiki"), at("en/../../other"), words)
 
 
+EARLIER_VALUES: dict[str, Any] = {
+    "spec.image": "a", "spec.resourceName": "a/b", "spec.runtimeClassName": "a", "spec.imagePullSecrets": [],
+    "spec.env": [], "spec.members[].overrides": {"training.seed": "1"},
+}  # fmt: skip
+"""of fields of earlier schemas that are no maps"""
 NEVER: dict[str, tuple[str, Any]] = {
     "data.tokens": ("spec.data", {"tokens": {"path": "/tokens"}}),
     "data.huggingFace": ("spec.data", {"huggingFace": {"name": "wikitext"}}),
@@ -344,7 +352,7 @@ def _by_others_alone(path: str, problem: str) -> RuleCase:
 RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     **{
         (TRAINING_JOB.kind, "spec", number): _by_others_alone(path, problem)
-        for number, (path, problem) in enumerate((NOT_YET | NOT_IN_CLUSTER).items(), start=3)
+        for number, (path, problem) in enumerate((NOT_YET | NOT_IN_CLUSTER).items(), start=4)
     },
     (TRAINING_JOB.kind, "", 0): RuleCase(
         {"metadata.name": "n" * MAX_NAME_LENGTH},
@@ -426,6 +434,34 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.parallelism.nodes": 256, "spec.parallelism.devicesPerNode": 8},
         ("spec.parallelism", "at most 1024 ranks; nodes x devicesPerNode is 256 x 8 = 2048"),
     ),
+    **{
+        (TRAINING_JOB.kind, path, 0): RuleCase(
+            {}, {path: EARLIER_VALUES.get(path, {})}, (concrete(path), problem.partition(":")[0])
+        )
+        for path, problem in (
+            (f"{owner}.{name}", problem) for owner, names in EARLIER.items() for name, (_, problem) in names.items()
+        )
+    },
+    (TRAINING_JOB.kind, "spec", 3): RuleCase(
+        {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi", "spec.pod.resources.cpu": 1},
+        {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi", "spec.pod.resources.memory": "2Gi"},
+        ("spec.pod.resources.memory", "mode Disabled plans nothing that could fit in it"),
+    ),
+    (TRAINING_JOB.kind, "spec.pod", 0): RuleCase(
+        {"spec.pod": {"resources": {"extended": {"rdma/hca": 1}}}},
+        {"spec.pod": {"resources": {"extended": {"nvidia.com/gpu": 1}}}},
+        ("spec.pod.resources.extended", "the plan decides how many of resourceName"),
+    ),
+    (TRAINING_JOB.kind, "spec.pod.resources.extended", 0): RuleCase(
+        {"spec.pod.resources.extended": {"rdma/hca": 1}},
+        {"spec.pod.resources.extended": {"memory": 1}},
+        ("spec.pod.resources.extended", "an extended resource is needed"),
+    ),
+    (TRAINING_JOB.kind, "spec.pod.securityContext", 0): RuleCase(
+        {"spec.pod.securityContext": {"assignedByCluster": True, "supplementalGroups": [5]}},
+        {"spec.pod.securityContext": {"assignedByCluster": True, "fsGroup": 5}},
+        ("spec.pod.securityContext.assignedByCluster", "the cluster assigns"),
+    ),
     (TRAINING_JOB.kind, "spec.memory", 0): RuleCase(
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
         {"spec.memory.mode": "Disabled"},
@@ -436,36 +472,36 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.spill": {"numVolumes": 2}},
         ("spec.spill.numVolumes", "without storageClassName there is one, an emptyDir"),
     ),
-    (TRAINING_JOB.kind, "spec.env", 0): RuleCase(
-        {"spec.env": [{"name": f"V{number}", "value": "x" * 8192} for number in range(4)]},
-        {"spec.env": [{"name": f"V{number}", "value": "x" * 8000} for number in range(5)]},
-        ("spec.env", "the values have 40000 characters; at most 32768: refer to a Secret"),
+    (TRAINING_JOB.kind, "spec.pod.env", 0): RuleCase(
+        {"spec.pod.env": [{"name": f"V{number}", "value": "x" * 8192} for number in range(4)]},
+        {"spec.pod.env": [{"name": f"V{number}", "value": "x" * 8000} for number in range(5)]},
+        ("spec.pod.env", "the values have 40000 characters; at most 32768: refer to a Secret"),
     ),
-    (TRAINING_JOB.kind, "spec.env[]", 1): RuleCase(
-        {"spec.env": [{"name": "MASTER", "value": "1"}]},
-        {"spec.env": [{"name": "MASTER_ADDR", "value": "1"}]},
-        ("spec.env[0].name", "the operator sets MASTER_ADDR itself"),
+    (TRAINING_JOB.kind, "spec.pod.env[]", 1): RuleCase(
+        {"spec.pod.env": [{"name": "MASTER", "value": "1"}]},
+        {"spec.pod.env": [{"name": "MASTER_ADDR", "value": "1"}]},
+        ("spec.pod.env[0].name", "the operator sets MASTER_ADDR itself"),
     ),
-    (TRAINING_JOB.kind, "spec.podOverrides.labels", 0): RuleCase(
-        {"spec.podOverrides.labels": {"team": "a", "spillway.dev": "b"}},
-        {"spec.podOverrides.labels": {"spillway.dev/job-uid": "another"}},
-        ("spec.podOverrides.labels", "spillway.dev/job-uid is reserved"),
+    (TRAINING_JOB.kind, "spec.pod.labels", 0): RuleCase(
+        {"spec.pod.labels": {"team": "a", "spillway.dev": "b"}},
+        {"spec.pod.labels": {"spillway.dev/job-uid": "another"}},
+        ("spec.pod.labels", "spillway.dev/job-uid is reserved"),
     ),
-    (TRAINING_JOB.kind, "spec.podOverrides.annotations", 0): RuleCase(
-        {"spec.podOverrides.annotations": {"team": "a"}},
-        {"spec.podOverrides.annotations": {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"}},
-        ("spec.podOverrides.annotations", "container.apparmor.security.beta.kubernetes.io/trainer is reserved"),
+    (TRAINING_JOB.kind, "spec.pod.annotations", 0): RuleCase(
+        {"spec.pod.annotations": {"team": "a"}},
+        {"spec.pod.annotations": {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"}},
+        ("spec.pod.annotations", "container.apparmor.security.beta.kubernetes.io/trainer is reserved"),
     ),
-    (TRAINING_JOB.kind, "spec.env[]", 0): _one_of(
-        "spec.env[0]",
-        {"spec.env": [{"name": "A", "value": "1"}]},
-        {"spec.env": [{"name": "A", "value": "1", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]},
+    (TRAINING_JOB.kind, "spec.pod.env[]", 0): _one_of(
+        "spec.pod.env[0]",
+        {"spec.pod.env": [{"name": "A", "value": "1"}]},
+        {"spec.pod.env": [{"name": "A", "value": "1", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]},
         '["value", "valueFrom"]',
     ),
-    (TRAINING_JOB.kind, "spec.resourceName", 0): RuleCase(
-        {"spec.resourceName": "d" * MAX_DOMAIN_LENGTH + "/gpu"},
-        {"spec.resourceName": "d" * (MAX_DOMAIN_LENGTH + 1) + "/gpu"},
-        ("spec.resourceName", "d/gpu: an extended resource is needed", f"at most {MAX_DOMAIN_LENGTH} characters"),
+    (TRAINING_JOB.kind, "spec.pod.resourceName", 0): RuleCase(
+        {"spec.pod.resourceName": "d" * MAX_DOMAIN_LENGTH + "/gpu"},
+        {"spec.pod.resourceName": "d" * (MAX_DOMAIN_LENGTH + 1) + "/gpu"},
+        ("spec.pod.resourceName", "d/gpu: an extended resource is needed", f"at most {MAX_DOMAIN_LENGTH} characters"),
     ),
     (TRAINING_JOB.kind, "spec.managedBy", 0): RuleCase(
         {"spec.lifecycle.maxRestarts": 1},
@@ -476,16 +512,16 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (OPERATOR_CONFIG.kind, "", 0): RuleCase(
         {"metadata.name": CONFIG_NAME}, {"metadata.name": "other"}, ("metadata.name other", "only default is used")
     ),
-    (OPERATOR_CONFIG.kind, "spec.jobDefaults.env[]", 0): _one_of(
-        "spec.jobDefaults.env[0]",
-        {"spec.jobDefaults.env": [{"name": "A", "value": "1"}]},
-        {"spec.jobDefaults.env": [
+    (OPERATOR_CONFIG.kind, "spec.jobDefaults.pod.env[]", 0): _one_of(
+        "spec.jobDefaults.pod.env[0]",
+        {"spec.jobDefaults.pod.env": [{"name": "A", "value": "1"}]},
+        {"spec.jobDefaults.pod.env": [
             {"name": "A", "value": "1", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}
         ]},
         '["value", "valueFrom"]',
     ),
     (MEMORY_PROFILE.kind, "spec.fingerprint", 0): RuleCase(
-        {"spec.count": 2},
+        {"spec.model": "another"},
         {"spec.fingerprint": "fedcba9876543210"},
         ("spec.fingerprint", "immutable: 0123456789abcdef cannot become fedcba9876543210"),
         stored={},

@@ -181,8 +181,8 @@ def sweep_attempt(root: Path, kind: str, on_device: bool) -> Any:
 
 
 ADAPTERS = [
-    {"name": "low", "overrides": {"training.optimizer.learningRate": "1e-3"}},
-    {"name": "high", "overrides": {"training.optimizer.learningRate": "5e-2"}},
+    {"name": "low", "training": {"optimizer": {"learningRate": "1e-3"}}},
+    {"name": "high", "training": {"optimizer": {"learningRate": "5e-2"}}},
 ]
 
 

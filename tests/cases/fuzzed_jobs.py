@@ -76,21 +76,18 @@ class _Maker:
             spec["parallelism"] = self._parallelism()
         for name, make in (
             ("memory", self._memory), ("spill", self._spill), ("checkpoint", self._checkpoint),
-            ("resources", self._resources), ("podOverrides", self._pod_overrides), ("scheduling", self._scheduling),
-            ("lifecycle", self._lifecycle), ("env", self._env),
+            ("pod", self._pod), ("scheduling", self._scheduling), ("lifecycle", self._lifecycle),
         ):  # fmt: skip
             if self._often(OFTEN if name == "memory" else SOMETIMES):
                 spec[name] = make()
-        self._maybe(spec, "image", SOMETIMES, "", "trainer:1", "x" * 1024)
-        self._maybe(spec, "imagePullSecrets", SOMETIMES, [], [{"name": "a"}], [{"name": f"s{n}"} for n in range(16)])
-        self._maybe(spec, "resourceName", SOMETIMES, "nvidia.com/gpu", "amd.com/gpu", LONGEST_RESOURCE)
-        self._maybe(spec, "runtimeClassName", SOMETIMES, "", "nvidia", "x" * 253)
         self._maybe(spec, "managedBy", SOMETIMES, "spillway.dev/operator")
         self._maybe(spec, "suspend", SOMETIMES, False, False, True)
-        reserves = "hostReserve" in spec.get("memory", {}).get("activations", {})  # which members do not have
+        reserves = "hostReserve" in spec.get("memory", {}).get("advanced", {}).get(
+            "activations", {}
+        )  # which members do not have
         if self._often(RARELY) and not reserves:
-            spec["members"] = [{"name": "a"}, {"name": "b", "overrides": {"training.seed": "1"}}]
-            spec["objective"] = {"metric": "Loss", "direction": "Maximize", "halving": self._one_of(*COUNTS)}
+            spec["members"] = [{"name": "a"}, {"name": "b", "training": {"seed": 1}, "data": {}, "model": {}}]
+            spec["objective"] = {"metric": "Loss", "direction": "Maximize", "halving": self._one_of(*COUNTS[1:])}
         self._maybe(spec, "command", RARELY, ["python", "train.py"], ["x" * 4096] * 64)
         return spec
 
@@ -216,19 +213,22 @@ class _Maker:
             self._maybe(budget, tier, SOMETIMES, *SIZES, *(() if tier == "device" else (0, "0")))
         if budget or self._often(SOMETIMES):
             memory["budget"] = budget
+        advanced: Document = {}
         placements = ("Auto", "Device") if disabled else ("Auto", "Device", "Host", "Interleaved", "Nvme")
         policies = ("Auto", "Keep") if disabled else ("Auto", "Keep", "Recompute", "Host", "Nvme")
         if self._often(SOMETIMES):
-            memory["optimizer"] = {"placement": self._one_of(*placements)}
+            advanced["optimizer"] = {"placement": self._one_of(*placements)}
             overlaps = ("Auto", "None") if disabled else ("Auto", "None", "Forward", "Backward")
-            self._maybe(memory["optimizer"], "overlap", SOMETIMES, *overlaps)
+            self._maybe(advanced["optimizer"], "overlap", SOMETIMES, *overlaps)
         if self._often(SOMETIMES):
-            memory["activations"] = {"policy": self._one_of(*policies)}
-            spills = memory["activations"]["policy"] in ("Auto", "Nvme") and not disabled
+            advanced["activations"] = {"policy": self._one_of(*policies)}
+            spills = advanced["activations"]["policy"] in ("Auto", "Nvme") and not disabled
             if spills and "host" not in budget:  # which it may not exceed
-                self._maybe(memory["activations"], "hostReserve", SOMETIMES, "1Mi", "64Gi", 0)
+                self._maybe(advanced["activations"], "hostReserve", SOMETIMES, "1Mi", "64Gi", 0)
         if self._often(SOMETIMES):
-            memory["parameters"] = {"placement": self._one_of("Auto", "Resident", "Stream")}
+            advanced["parameters"] = {"placement": self._one_of("Auto", "Resident", "Stream")}
+        if advanced:
+            memory["advanced"] = advanced
         if self._often(SOMETIMES):
             memory["endurance"] = {"driveWritesPerDay": self._one_of("1e-300", "0.001", "1", "1e300")}
         return memory
@@ -253,10 +253,37 @@ class _Maker:
         return made
 
     def _resources(self) -> Document:
-        return self._one_of({}, {"cpu": 1}, {"cpu": "100m"}, {"cpu": "1n"}, {"cpu": 10**6})
+        return self._one_of(
+            {},
+            {"cpu": 1},
+            {"cpu": "100m"},
+            {"cpu": "1n"},
+            {"cpu": 10**6},
+            {"memory": "64Gi"},
+            {"memory": "1Mi"},
+            {"sharedMemory": "1Gi"},
+            {"extended": {"rdma/hca": 1}},
+        )
 
-    def _pod_overrides(self) -> Document:
+    def _pod(self) -> Document:
         made: Document = {}
+        self._maybe(made, "image", SOMETIMES, "", "trainer:1", "x" * 1024)
+        self._maybe(made, "imagePullSecrets", SOMETIMES, [], [{"name": "a"}], [{"name": f"s{n}"} for n in range(16)])
+        self._maybe(made, "resourceName", SOMETIMES, "nvidia.com/gpu", "amd.com/gpu", LONGEST_RESOURCE)
+        self._maybe(made, "runtimeClassName", SOMETIMES, "", "nvidia", "x" * 253)
+        self._maybe(made, "hostNetwork", RARELY, True, False)
+        self._maybe(
+            made,
+            "securityContext",
+            RARELY,
+            {"assignedByCluster": True},
+            {"runAsUser": 2000, "runAsGroup": 1, "fsGroup": 5, "supplementalGroups": [7]},
+        )
+        self._maybe(made, "networkPreset", RARELY, "ib", "")
+        if self._often(SOMETIMES):
+            made["resources"] = self._resources()
+        if self._often(SOMETIMES):
+            made["env"] = self._env()
         self._maybe(made, "labels", OFTEN, {}, {"a": "b"}, {f"example.com/k{n}": "v" for n in range(64)})
         self._maybe(made, "annotations", OFTEN, {}, {"a": self._one_of(*TEXTS)})
         self._maybe(made, "serviceAccountName", SOMETIMES, "", "trainer")
@@ -276,7 +303,7 @@ class _Maker:
     def _lifecycle(self) -> Document:
         made: Document = {}
         for name in ("activeDeadlineSeconds", "pendingDeadlineSeconds", "stallSeconds", "ttlSecondsAfterFinished"):
-            self._maybe(made, name, SOMETIMES, *COUNTS)
+            self._maybe(made, name, SOMETIMES, *COUNTS[1:])
         self._maybe(made, "maxRestarts", SOMETIMES, 0, 1, 1000)
         return made
 

@@ -93,18 +93,20 @@ class Shape:
 TECHNIQUES: Mapping[str, Mapping[str, Any]] = {
     "disabled": {"mode": "Disabled"},
     "auto": {},
-    "states on host": {"optimizer": {"placement": "Host", "overlap": "None"}},
-    "beside forward": {"optimizer": {"placement": "Host", "overlap": "Forward"}},
-    "beside backward": {"optimizer": {"placement": "Host", "overlap": "Backward"}},
-    "interleaved": {"optimizer": {"placement": "Interleaved"}},
-    "states on nvme": {"optimizer": {"placement": "Nvme"}},
-    "recompute": {"optimizer": {"placement": "Host"}, "activations": {"policy": "Recompute"}},
-    "activations on host": {"optimizer": {"placement": "Host"}, "activations": {"policy": "Host"}},
-    "activations on nvme": {"optimizer": {"placement": "Host"}, "activations": {"policy": "Nvme"}},
-    "streamed": {"parameters": {"placement": "Stream"}},
-    "streamed, recompute": {"parameters": {"placement": "Stream"}, "activations": {"policy": "Recompute"}},
+    "states on host": {"advanced": {"optimizer": {"placement": "Host", "overlap": "None"}}},
+    "beside forward": {"advanced": {"optimizer": {"placement": "Host", "overlap": "Forward"}}},
+    "beside backward": {"advanced": {"optimizer": {"placement": "Host", "overlap": "Backward"}}},
+    "interleaved": {"advanced": {"optimizer": {"placement": "Interleaved"}}},
+    "states on nvme": {"advanced": {"optimizer": {"placement": "Nvme"}}},
+    "recompute": {"advanced": {"optimizer": {"placement": "Host"}, "activations": {"policy": "Recompute"}}},
+    "activations on host": {"advanced": {"optimizer": {"placement": "Host"}, "activations": {"policy": "Host"}}},
+    "activations on nvme": {"advanced": {"optimizer": {"placement": "Host"}, "activations": {"policy": "Nvme"}}},
+    "streamed": {"advanced": {"parameters": {"placement": "Stream"}}},
+    "streamed, recompute": {
+        "advanced": {"parameters": {"placement": "Stream"}, "activations": {"policy": "Recompute"}}
+    },
 }
-RESIDENT = {"parameters": {"placement": "Resident"}}
+RESIDENT = {"advanced": {"parameters": {"placement": "Resident"}}}
 
 SHAPES = [
     Shape("llama-1b", "disabled"),

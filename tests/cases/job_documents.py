@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from harness.places import ROOT
+from spillway.api.earlier import as_today
 from spillway.api.load import parse_job
+from spillway.api.pod import Member
 from spillway.api.training_job import TrainingJob
 
 EXAMPLES = ROOT / "examples"
@@ -76,3 +79,9 @@ def text(changes: dict[str, Any] | None = None) -> str:
 
 def job(changes: dict[str, Any] | None = None) -> TrainingJob:
     return parse_job(text(changes), "job.yaml")
+
+
+def member(name: str, changes: Mapping[str, Any]) -> Member:
+    """A member with its own values by field below spec: {"training.seed": 1}."""
+    earlier = as_today({"members": [{"name": name, "overrides": dict(changes)}]})
+    return Member.model_validate(earlier["members"][0])

@@ -22,8 +22,8 @@ LLAMA = {
     "intermediateSize": 96, "vocabSize": 512,
 }  # fmt: skip
 SPILLED = {
-    "budget": {"device": "256Mi", "host": "128Mi", "nvme": "512Mi"}, "optimizer": {"placement": "Nvme"},
-    "activations": {"policy": "Recompute"},
+    "budget": {"device": "256Mi", "host": "128Mi", "nvme": "512Mi"},
+    "advanced": {"optimizer": {"placement": "Nvme"}, "activations": {"policy": "Recompute"}},
 }  # fmt: skip
 """Kept ones would not fit: attention is composed on the fake, which saves more than is planned."""
 RESIDENT = {"mode": "Disabled", "budget": {"host": "256Mi"}}

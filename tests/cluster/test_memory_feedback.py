@@ -114,7 +114,7 @@ def with_ballast(job: Document, folder: Path) -> Document:
     ballast = BALLAST.format(claim=CLAIM, num_bytes=BALLAST_BYTES)
     (folder / "ballast" / "sitecustomize.py").write_text(ballast, encoding="utf-8")
     path = {"name": "PYTHONPATH", "value": f"/claims/{CLAIM}/ballast:{PACKAGES}"}
-    return {**job, "spec": {**job["spec"], "env": [path]}}
+    return {**job, "spec": {**job["spec"], "pod": {"env": [path]}}}
 
 
 def profile_with(spillway: Installed, namespace: str, attempt: str, seconds: float = 100.0) -> str:
@@ -124,9 +124,9 @@ def profile_with(spillway: Installed, namespace: str, attempt: str, seconds: flo
     while True:
         found = spillway.bed.get("memoryprofiles.spillway.dev", "-n", namespace)["items"]
         for one in found:
-            pod = one["spec"].get("pod", {"attempts": [], "recent": []})
+            pod = one.get("status", {}).get("pod", {"attempts": [], "recent": []})
             peaks = dict(zip(pod["attempts"], map(parse_quantity, pod["recent"]), strict=True))
             if peaks.get(attempt, 0) > BALLAST_BYTES:
                 return str(one["metadata"]["name"])
-        assert time.monotonic() < deadline, f"no pod in {[one['spec'] for one in found]}"
+        assert time.monotonic() < deadline, f"no pod in {[one.get('status') for one in found]}"
         time.sleep(0.5)

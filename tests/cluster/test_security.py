@@ -33,15 +33,14 @@ KIND = "trainingjobs.spillway.dev"
 # --- escalation -------------------------------------------------------------------------------------------------------
 
 ESCALATIONS: dict[str, Any] = {
-    f"spec.podOverrides.{field}": value
+    f"spec.pod.{field}": value
     for field, value in {
-        "hostNetwork": True,
         "hostPID": True,
         "hostIPC": True,
         "hostUsers": True,
         "shareProcessNamespace": True,
         "automountServiceAccountToken": True,
-        "securityContext": {"runAsUser": 0},
+        "securityContext.privileged": True,
         "privileged": True,
         "capabilities": {"add": ["SYS_ADMIN"]},
         "volumes": [{"name": "root", "hostPath": {"path": "/"}}],
@@ -62,7 +61,7 @@ ESCALATIONS: dict[str, Any] = {
     "spec.hostNetwork": True,
     "spec.serviceAccountName": "default",
     "spec.envFrom": [{"secretRef": {"name": "x"}}],
-    "spec.resources.limits": {"memory": "1Ti"},
+    "spec.pod.resources.limits": {"memory": "1Ti"},
     "spec.spill.hostPath": "/",
     "spec.spill.emptyDir": {},
 }
@@ -74,14 +73,15 @@ ENVIRONMENT = {
     "fileKeyRef": {"volumeName": "x", "path": "y", "key": "z"},
 }
 REFUSED_VALUES: dict[str, tuple[Any, str]] = {
-    "spec.podOverrides.labels": ({"spillway.dev/job-uid": "another"}, "is reserved"),
-    "spec.podOverrides.annotations": (
+    "spec.pod.labels": ({"spillway.dev/job-uid": "another"}, "is reserved"),
+    "spec.pod.annotations": (
         {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"},
         "is reserved",
     ),
-    "spec.podOverrides.labels.team": ({"team": "not a label!"}, "should match"),
-    "spec.env[0].name": ([{"name": "KUBEFLOW_TRAINER_SERVER_URL", "value": "https://elsewhere"}], "itself"),
+    "spec.pod.labels.team": ({"team": "not a label!"}, "should match"),
+    "spec.pod.env[0].name": ([{"name": "KUBEFLOW_TRAINER_SERVER_URL", "value": "https://elsewhere"}], "itself"),
     "spec.checkpoint.claim": ("../escape", "should match"),
+    "spec.pod.securityContext.runAsUser": (0, "greater than or equal to 1"),
     "spec.parallelism": ({"nodes": 1024, "devicesPerNode": 2}, "at most 1024 ranks"),
 }
 """values of fields that are there"""
@@ -127,13 +127,13 @@ def test_no_field_of_a_pod_that_lets_it_out_can_be_given(spillway: Installed, sm
     """kubectl asks for strict validation. Who does not gets a job without them: test below."""
     given = [with_value(smallest, path, value) for path, value in ESCALATIONS.items()]
     given += [
-        with_value(smallest, "spec.env", [{"name": "A", "valueFrom": {source: value}}])
+        with_value(smallest, "spec.pod.env", [{"name": "A", "valueFrom": {source: value}}])
         for source, value in ENVIRONMENT.items()
     ]
     said = tried(spillway.bed, numbered(given))
     assert "created" not in said
     unnamed = [path for path in ESCALATIONS if f'unknown field "{path}"' not in said]
-    unnamed += [source for source in ENVIRONMENT if f'unknown field "spec.env[0].valueFrom.{source}"' not in said]
+    unnamed += [source for source in ENVIRONMENT if f'unknown field "spec.pod.env[0].valueFrom.{source}"' not in said]
     assert unnamed == [], said
     print(f"\n{len(given)} ways out of the pod: all refused at admission, by path")
 
@@ -142,9 +142,9 @@ def test_without_strict_validation_escalating_fields_are_dropped(spillway: Insta
     given = [with_value(smallest, path, value) for path, value in ESCALATIONS.items()]
     *kept, plain = stored(tried(spillway.bed, [*numbered(given), smallest], "--validate=ignore", "-o", "json"))
     assert len(kept) == len(given)
-    plain["spec"].setdefault("podOverrides", {})
+    plain["spec"].setdefault("pod", {})
     for job in kept:
-        job["spec"].setdefault("podOverrides", {})
+        job["spec"].setdefault("pod", {})
         assert job["spec"] == plain["spec"], job["metadata"]["name"]
 
 
@@ -160,14 +160,14 @@ def test_a_value_that_takes_what_is_not_the_jobs_is_refused_at_admission(
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({"env": [{"name": f"V{n}", "value": "1"} for n in range(257)]}, "spec.env: Too many: 257"),
-        ({"env": [{"name": f"V{n}", "value": "x" * 8000} for n in range(5)]}, "spec.env"),
+        ({"pod__env": [{"name": f"V{n}", "value": "1"} for n in range(257)]}, "spec.pod.env: Too many: 257"),
+        ({"pod__env": [{"name": f"V{n}", "value": "x" * 8000} for n in range(5)]}, "spec.pod.env"),
         ({"parallelism": {"nodes": 1025}}, "spec.parallelism.nodes"),
-        ({"imagePullSecrets": [{"name": f"s{n}"} for n in range(17)]}, "spec.imagePullSecrets: Too many"),
-        ({"image": "x" * 1025}, "spec.image: Too long"),
+        ({"pod__imagePullSecrets": [{"name": f"s{n}"} for n in range(17)]}, "spec.pod.imagePullSecrets: Too many"),
+        ({"pod__image": "x" * 1025}, "spec.pod.image: Too long"),
         ({"scheduling__tolerations": [KWOK_TOLERATION] * 65}, "spec.scheduling.tolerations: Too many"),
         ({"scheduling__nodeSelector": {f"k{n}": "v" for n in range(65)}}, "spec.scheduling.nodeSelector: Too many"),
-        ({"podOverrides__labels": {f"k{n}": "v" for n in range(65)}}, "spec.podOverrides.labels: Too many"),
+        ({"pod__labels": {f"k{n}": "v" for n in range(65)}}, "spec.pod.labels: Too many"),
     ],
 )
 def test_what_is_too_much_is_refused_at_admission(
@@ -180,7 +180,7 @@ def test_what_is_too_much_is_refused_at_admission(
 def test_a_spec_that_is_too_long_as_a_whole_is_refused_by_a_condition(spillway: Installed, namespace: str) -> None:
     """No rule of a schema can count the bytes of an object."""
     annotations = {f"note-{number}": "x" * 1024 for number in range(64)}
-    job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, podOverrides={"annotations": annotations})
+    job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, pod={"annotations": annotations})
     spillway.create(job)
     job = spillway.until(lambda found: found["status"].get("state") == "Refused", namespace, "one-pod", SECONDS)
     said = spillway.condition(namespace, "one-pod", "Accepted")
@@ -192,18 +192,21 @@ def test_pod_with_every_allowed_option_is_restricted_and_has_no_api_token(spillw
     bed = spillway.bed
     bed.kubectl("create", "serviceaccount", "team", "-n", namespace)
     bed.kubectl("create", "secret", "generic", "keys", "--from-literal=token=x", "-n", namespace)
-    overrides = {"labels": {"team": "a"}, "annotations": {"note": "b"}, "serviceAccountName": "team"}
-    job = changed(
-        on_fake_nodes(example("one-pod", namespace)), namespace, podOverrides=overrides,
-        image=f"local/hostroot@sha256:{'a' * 64}", imagePullSecrets=[{"name": "registry"}],
-        env=[{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "token"}}}],
-    )  # fmt: skip
+    pod = {
+        "labels": {"team": "a"}, "annotations": {"note": "b"}, "serviceAccountName": "team",
+        "image": f"local/hostroot@sha256:{'a' * 64}", "imagePullSecrets": [{"name": "registry"}],
+        "env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "token"}}}],
+        "securityContext": {"runAsUser": 2000, "fsGroup": 3000, "supplementalGroups": [4000]},
+    }  # fmt: skip
+    job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, pod=pod)
     spillway.create(job)
     spillway.until(goes_on, namespace, "one-pod", SECONDS)
     (pod,) = spillway.children("pod", namespace, "one-pod")
     spec = pod["spec"]
     assert spec["serviceAccountName"] == "team" and spec["automountServiceAccountToken"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers", "shareProcessNamespace"} & set(spec)
+    ids = {name: spec["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup", "supplementalGroups")}
+    assert ids == {"runAsUser": 2000, "runAsGroup": 1000, "fsGroup": 3000, "supplementalGroups": [4000]}
     sources = [(set(volume) - {"name"}).pop() for volume in spec["volumes"]]
     assert set(sources) <= {"configMap", "emptyDir", "projected"}
     projected = [volume["projected"]["sources"] for volume in spec["volumes"] if "projected" in volume]
@@ -377,6 +380,7 @@ RIGHTS = {
     ("delete", "memoryprofiles"): ("edit", "admin"),
     ("create", "memoryprofiles"): (),
     ("patch", "memoryprofiles"): (),
+    ("patch", "memoryprofiles/status"): (),
     ("create", "nodeprofiles"): (),
     ("patch", "operatorconfigs"): (),
 }

@@ -30,7 +30,7 @@ def divided(strategy: str, namespace: str) -> Document:
         training__schedule=None,
         data__evaluation=None,
         parallelism__strategy=strategy,
-        memory={"optimizer": {"placement": "Host"}},
+        memory={"advanced": {"optimizer": {"placement": "Host"}}},
         checkpoint__everySteps=STEPS,
     )
 

@@ -280,6 +280,7 @@ IN_NAMESPACES = {
     ("spillway.dev", "trainingjobs"): "get list watch delete",
     ("spillway.dev", "trainingjobs/status"): "patch",
     ("spillway.dev", "memoryprofiles"): "get list create patch",
+    ("spillway.dev", "memoryprofiles/status"): "patch",
     ("batch", "jobs"): "get list watch create delete",
     ("", "configmaps"): "get list create",
     ("", "services"): "get create",

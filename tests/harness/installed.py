@@ -226,7 +226,7 @@ def running_for_an_hour(job: Document) -> Document:
     """On fake nodes, and its pods outlast the test: an end would be a reason to write."""
     delays = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
     job = copy.deepcopy(job)
-    job["spec"]["podOverrides"] = {"annotations": delays}
+    job["spec"]["pod"] = {"annotations": delays}
     return on_fake_nodes(job)
 
 

@@ -32,10 +32,9 @@ spec:
   checkpoint: {everySteps: 3}
   objective: {OBJECTIVE}
   members:
-  - {name: slow, overrides: {training.optimizer.learningRate: "1e-5"}}
-  - {name: other-seed, overrides: {training.seed: "7"}}
-  - {name: deeper, overrides: {model.config.numLayers: "3", training.optimizer.name: Lion,
-                               training.optimizer.learningRate: "1e-3"}}
+  - {name: slow, training: {optimizer: {learningRate: "1e-5"}}}
+  - {name: other-seed, training: {seed: 7}}
+  - {name: deeper, model: {config: {numLayers: 3}}, training: {optimizer: {name: Lion, learningRate: "1e-3"}}}
 """
 
 

@@ -53,7 +53,7 @@ class Attempt:
     keeps: bool = False
     """activations stay where they are: a model that the placement's answers are not for"""
     planned: dict[str, str] = field(default_factory=dict)
-    """spec.memory.optimizer and activations of a plan by the planner; the run may hold no byte more"""
+    """spec.memory.advanced.optimizer and activations of a plan by the planner; the run may hold no byte more"""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def plan_for(job: JobFile, attempt: Attempt) -> MemoryPlan:
 def tight_plan(job: JobFile, attempt: Attempt) -> MemoryPlan:
     """The planner's, with a budget of what it says and no more."""
     document = job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    memory = {"optimizer": {"placement": attempt.planned["placement"]}}
-    document["memory"] = {**memory, "activations": {"policy": attempt.planned["policy"]}}
+    optimizer, activations = {"placement": attempt.planned["placement"]}, {"policy": attempt.planned["policy"]}
+    document["memory"] = {"advanced": {"optimizer": optimizer, "activations": activations}}
     head = {"apiVersion": "spillway.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "planned"}}
     wanted = parse_job(json.dumps({**head, "spec": document}), "planned job")
     overrides = Overrides(world_size=job.world_size, strategy=cast(Strategy, attempt.strategy))

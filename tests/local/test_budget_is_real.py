@@ -17,6 +17,7 @@ import pytest
 from harness import local_runs
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
+from spillway.api.memory import Advanced
 from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode
 from spillway.plan import MemoryPlan, Tier
@@ -36,8 +37,8 @@ spec:
     config: {architecture: llama, hiddenSize: 256, numLayers: 16, numHeads: 4, intermediateSize: 688, vocabSize: 512}
   data: {text: {path: TEXT}}
   training: {steps: 2, sequenceLength: 256, globalBatchSize: 16, microBatchSize: 16}
-  memory: {mode: Auto, budget: {device: 160Mi, host: 352Mi, nvme: 2Gi}, optimizer: {placement: Host},
-           activations: {policy: Nvme}}
+  memory: {mode: Auto, budget: {device: 160Mi, host: 352Mi, nvme: 2Gi},
+           advanced: {optimizer: {placement: Host}, activations: {policy: Nvme}}}
 """
 DEVICE_BYTES, HOST_BYTES = 160 * MIB, 352 * MIB
 
@@ -101,8 +102,9 @@ def write_run(directory: Path, corpus: tuple[Path, Path], *, disabled: bool) -> 
         memory = job.spec.memory.model_copy(
             update={
                 "mode": "Disabled",
-                "optimizer": job.spec.memory.optimizer.model_copy(update={"placement": "Device"}),
-                "activations": job.spec.memory.activations.model_copy(update={"policy": "Keep"}),
+                "advanced": Advanced.model_validate(
+                    {"optimizer": {"placement": "Device"}, "activations": {"policy": "Keep"}}
+                ),
                 "budget": job.spec.memory.budget.model_copy(update={"device": 4 * GIB}),
             }
         )

@@ -32,7 +32,7 @@ spec:
   memory: {memory}
   checkpoint: {{everySteps: 2, keep: 3}}
 """
-ON_NVME = "{budget: {device: 8Mi, host: 32Mi, nvme: 32Mi}, optimizer: {placement: Nvme}}"
+ON_NVME = "{budget: {device: 8Mi, host: 32Mi, nvme: 32Mi}, advanced: {optimizer: {placement: Nvme}}}"
 ENCRYPTED = f"{ON_NVME}\n  spill: {{encryption: Ephemeral}}"
 DISABLED = "{mode: Disabled, budget: {host: 32Mi}}"
 SPILLWAY = [sys.executable, "-m", "spillway_cli"]

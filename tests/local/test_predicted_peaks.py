@@ -72,16 +72,20 @@ class Cell:
 
 
 def forced(placement: str, policy: str, **more: Any) -> dict[str, Any]:
-    return {"spec.memory.optimizer.placement": placement, "spec.memory.activations.policy": policy, **more}
+    return {
+        "spec.memory.advanced.optimizer.placement": placement,
+        "spec.memory.advanced.activations.policy": policy,
+        **more,
+    }
 
 
 MANY = {"spec.training.globalBatchSize": 48}
 """micro-batches, so that reads and writes meet in all the ways in which they can"""
 FLOAT32 = {"spec.model.precision.compute": "float32"}
-STREAM = {"spec.memory.parameters.placement": "Stream"}
+STREAM = {"spec.memory.advanced.parameters.placement": "Stream"}
 T5 = {"spec.model.config": {"architecture": "t5", "hiddenSize": 512, "numLayers": 6, "numHeads": 8,
                             "intermediateSize": 1408, "vocabSize": 2048}}  # fmt: skip
-LEAN = {"spec.memory.optimizer.placement": "Device"}
+LEAN = {"spec.memory.advanced.optimizer.placement": "Device"}
 CELLS = {
     "bfloat16, all resident": Cell(forced("Device", "Keep")),
     "float32, all resident": Cell(forced("Device", "Keep") | FLOAT32),

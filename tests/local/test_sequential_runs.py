@@ -13,6 +13,7 @@ from torch import Tensor
 
 from harness import local_runs
 from spillway.api.job_file import JobFile
+from spillway.api.memory import Advanced
 from spillway.api.training_job import TrainingJob
 from spillway.errors import UserError
 from spillway.plan import MemoryPlan
@@ -86,7 +87,7 @@ def test_a_resumed_resnet_is_the_uncut_one_running_statistics_and_all(whole: Pat
 def test_its_inspected_shape_plans_a_streamed_run_with_the_same_bits(whole: Path, text: Path, tmp_path: Path) -> None:
     job = job_of(text)
     memory = job.spec.memory.model_copy(
-        update={"parameters": job.spec.memory.parameters.model_copy(update={"placement": "Stream"})}
+        update={"advanced": Advanced.model_validate({"parameters": {"placement": "Stream"}})}
     )
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"memory": memory})})
     plan = make_plan(job, local_node(1, GIB, 64 * MIB, GIB), Overrides(shape=inspect(job.spec, {})), explained=False)

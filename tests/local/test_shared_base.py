@@ -59,13 +59,13 @@ spec:
   checkpoint: {everySteps: 3}
   objective: {OBJECTIVE}
   members:
-  - {name: low, overrides: {training.optimizer.learningRate: "1e-3"}}
-  - {name: high, overrides: {training.optimizer.learningRate: "5e-2", training.gradientClipping: "0"}}
-  - {name: other-seed, overrides: {training.seed: "7"}}
+  - {name: low, training: {optimizer: {learningRate: "1e-3"}}}
+  - {name: high, training: {optimizer: {learningRate: "5e-2"}, gradientClipping: "0"}}
+  - {name: other-seed, training: {seed: 7}}
 """
-FAILING = """  - {name: exploding, overrides: {training.optimizer.learningRate: "10", training.nonFinite: Fail,
-                                  training.gradientClipping: "0", training.schedule.name: Constant,
-                                  training.schedule.warmupSteps: "0", training.optimizer.weightDecay: "10"}}
+FAILING = """  - name: exploding
+    training: {optimizer: {learningRate: "10", weightDecay: "10"}, nonFinite: Fail, gradientClipping: "0",
+               schedule: {name: Constant, warmupSteps: 0}}
 """
 
 
@@ -269,7 +269,9 @@ def test_a_planned_sweep_on_one_base_stays_within_its_plan(
     )
     document = JOB.replace("OBJECTIVE", "").replace("TEXT", str(text))
     document = document.replace("source: {path: MODEL}", sizes).replace('training.seed: "7"', 'model.lora.rank: "8"')
-    document += "  memory: {parameters: {placement: Stream}, budget: {device: 8Mi, host: 64Mi, nvme: 64Mi}}\n"
+    document += (
+        "  memory: {advanced: {parameters: {placement: Stream}}, budget: {device: 8Mi, host: 64Mi, nvme: 64Mi}}\n"
+    )
     asked = parse_job(document, "adapters")
     plan = make_plan(asked, local_node(2, GIB, GIB, GIB))
     assert isinstance(plan, MemoryPlan)

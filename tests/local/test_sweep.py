@@ -104,7 +104,7 @@ TWO = (
     .replace("steps: 8", "steps: STEPS")
     .replace("name: Cosine", "name: Constant")
     + """
-  - {name: other-seed, overrides: {training.seed: "7", model.config.vocabSize: "500"}}
+  - {name: other-seed, training: {seed: 7}, model: {config: {vocabSize: 500}}}
 """
 )
 
@@ -181,10 +181,10 @@ def test_nothing_of_parked_members_is_left_on_the_disk(tmp_path: Path, text: Pat
 
 
 FAILING = """
-  - {name: exploding, overrides: {training.optimizer.learningRate: "10", training.nonFinite: Fail,
-                                  training.gradientClipping: "0", training.optimizer.name: SgdMomentum,
-                                  training.schedule.name: Constant, training.schedule.warmupSteps: "0"}}
-  - {name: textless, overrides: {data.text.path: /no/such/text}}
+  - name: exploding
+    training: {optimizer: {learningRate: "10", name: SgdMomentum}, nonFinite: Fail, gradientClipping: "0",
+               schedule: {name: Constant, warmupSteps: 0}}
+  - {name: textless, data: {text: {path: /no/such/text}}}
 """
 
 
@@ -217,8 +217,8 @@ def test_sweep_with_only_failed_members_exits_with_the_code_of_the_first(
 
 
 DRAWN = """
-  - {name: plain, overrides: {}}
-  - {name: other-seed, overrides: {training.seed: "7", training.optimizer.moments: int8}}
+  - {name: plain}
+  - {name: other-seed, training: {seed: 7, optimizer: {moments: int8}}}
 """
 
 

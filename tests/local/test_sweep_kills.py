@@ -47,8 +47,8 @@ spec:
   checkpoint: {everySteps: 2}
   objective: {halving: 2}
   members:
-  - {name: slow, overrides: {training.optimizer.learningRate: "1e-5"}}
-  - {name: fast, overrides: {training.seed: "7"}}
+  - {name: slow, training: {optimizer: {learningRate: "1e-5"}}}
+  - {name: fast, training: {seed: 7}}
 """
 POINTS = (
     "a segment's forward", "the last segment's backward", "a segment's backward", "a step", "an evaluation", "a commit",

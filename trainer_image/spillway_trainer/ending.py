@@ -68,8 +68,8 @@ def ending_of(error: BaseException) -> Ending:
         code = ExitCode.DEVICE_OUT_OF_MEMORY
         found = str(error).partition("\n")[0]
         return Ending(code.reason, code, f"an allocation on the device failed: {found} Lower "
-                      "spec.training.microBatchSize, or offload more (spec.memory.activations.policy, "
-                      "spec.memory.optimizer.placement).")  # fmt: skip
+                      "spec.training.microBatchSize, or offload more (spec.memory.advanced.activations.policy, "
+                      "spec.memory.advanced.optimizer.placement).")  # fmt: skip
     if is_device_fault(error):
         code = ExitCode.DEVICE_FAULT
         found = str(error).partition("\n")[0]

@@ -278,7 +278,7 @@ class RecomputedSegment:
                 f"segment {self._keeper.segment}: its forward saved {len(self._saved)} tensors and, run again in "
                 f"backward, {len(found)} or other ones. A recomputed segment must do the same operations each time: "
                 "it must not depend on what changed since, and takes its random numbers from torch's generator. "
-                "Keep it instead (spec.memory.activations.policy: Keep)."
+                "Keep it instead (spec.memory.advanced.activations.policy: Keep)."
             )
         return values
 
@@ -314,7 +314,7 @@ class RecomputedTensor:
 def _never_unpacked(_: None) -> Tensor:
     raise RuntimeError(
         "a recomputed segment takes gradients inside its own forward (a gradient penalty?), where its saved tensors do "
-        "not exist yet. Keep it instead (spec.memory.activations.policy: Keep)."
+        "not exist yet. Keep it instead (spec.memory.advanced.activations.policy: Keep)."
     )
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from spillway.api.earlier import MOVED, OVERRIDES, problem_of_earlier
 from spillway.api.field_types import (
     EXTENDED_RESOURCE_NEEDED,
     MAX_DOMAIN_LENGTH,
     NATIVE_RESOURCES,
     QUOTA_PREFIX,
+    RESOURCE_PATTERN,
     STAYS_ON_CLAIM,
     quoted,
 )
@@ -38,7 +40,8 @@ from spillway.api.limits import (
 from spillway.api.memory import Parallelism
 from spillway.api.model import Data, Model
 from spillway.api.operator_config import CONFIG_NAME, OperatorConfigSpec
-from spillway.api.profiles import MemoryProfileSpec, NodeProfileSpec
+from spillway.api.pod import ASSIGNED_BY_CLUSTER, FIXED_WITHOUT_PLAN, REQUESTED_BY_PLAN
+from spillway.api.profiles import MemoryProfileSpec, MemoryProfileStatus, NodeProfileSpec
 from spillway.api.rejections import NOT_IN_CLUSTER, NOT_YET
 from spillway.api.status import TrainingJobStatus
 from spillway.api.training import Training
@@ -110,6 +113,11 @@ def _never(path: str, problem: str) -> Schema:
     return _rule(f"{rule} || !({given[path]})" if path in given else rule, problem, at=f".{path}")
 
 
+_EXTENDED = (
+    f"self.indexOf('/') <= {MAX_DOMAIN_LENGTH} && !self.startsWith('{QUOTA_PREFIX}') && "
+    f"!self.contains('{NATIVE_RESOURCES}')"
+)
+"""CEL: not a resource of Kubernetes' own, and short enough for a quota."""
 _SUB_PATH = [
     _rule(
         "!self.startsWith('/') && !self.split('/').exists(part, part == '..')",
@@ -161,6 +169,11 @@ JOB_RULES: dict[str, list[Schema]] = {
             f"at most {MAX_RANKS} ranks; nodes x devicesPerNode is %d x %d = %d",
             f"self.parallelism.nodes, self.parallelism.devicesPerNode, {_WORLD}",
             ".parallelism",
+        ),
+        _rule(
+            "!(has(self.memory.mode) && self.memory.mode == 'Disabled' && has(self.pod.resources.memory))",
+            FIXED_WITHOUT_PLAN,
+            at=".pod.resources.memory",
         ),
         *(_never(path, problem) for path, problem in (NOT_YET | NOT_IN_CLUSTER).items()),
     ],
@@ -221,7 +234,7 @@ JOB_RULES: dict[str, list[Schema]] = {
             at=".numVolumes",
         ),
     ],
-    "spec.env": [
+    "spec.pod.env": [
         _rule(
             f"self.map(one, has(one.value) ? size(one.value) : 0).sum() <= {MAX_ENV_BYTES}",
             f"the values have {MAX_ENV_BYTES} characters at most, together: refer to a Secret",
@@ -229,7 +242,7 @@ JOB_RULES: dict[str, list[Schema]] = {
             "self.map(one, has(one.value) ? size(one.value) : 0).sum()",
         )
     ],
-    "spec.env[]": [
+    "spec.pod.env[]": [
         _one_of("value", "valueFrom"),
         _rule(
             f"!(self.name in {list(RESERVED_VARIABLES)})",
@@ -239,12 +252,31 @@ JOB_RULES: dict[str, list[Schema]] = {
             ".name",
         ),
     ],
-    "spec.podOverrides.labels": [_no_reserved_keys()],
-    "spec.podOverrides.annotations": [_no_reserved_keys()],
-    "spec.resourceName": [
+    "spec.pod.labels": [_no_reserved_keys()],
+    "spec.pod.annotations": [_no_reserved_keys()],
+    "spec.pod": [
         _rule(
-            f"self.indexOf('/') <= {MAX_DOMAIN_LENGTH} && !self.startsWith('{QUOTA_PREFIX}') && "
-            f"!self.contains('{NATIVE_RESOURCES}')",
+            "!has(self.resources.extended) || !(self.resourceName in self.resources.extended)",
+            REQUESTED_BY_PLAN,
+            at=".resources.extended",
+        )
+    ],
+    "spec.pod.resources.extended": [
+        _rule(
+            f"self.all(name, name.matches('{RESOURCE_PATTERN}') && {_EXTENDED.replace('self', 'name')})",
+            EXTENDED_RESOURCE_NEEDED,
+        )
+    ],
+    "spec.pod.securityContext": [
+        _rule(
+            "!self.assignedByCluster || !(has(self.runAsUser) || has(self.runAsGroup) || has(self.fsGroup))",
+            ASSIGNED_BY_CLUSTER,
+            at=".assignedByCluster",
+        )
+    ],
+    "spec.pod.resourceName": [
+        _rule(
+            _EXTENDED,
             EXTENDED_RESOURCE_NEEDED,
             f"%s: {EXTENDED_RESOURCE_NEEDED}",
             "self",
@@ -263,8 +295,26 @@ CONFIG_RULES: dict[str, list[Schema]] = {
             "self.metadata.name",
         )
     ],
-    "spec.jobDefaults.env[]": [_one_of("value", "valueFrom")],
+    "spec.jobDefaults.pod.env[]": [_one_of("value", "valueFrom")],
 }
+MEMBER_SECTIONS: dict[str, type[BaseModel]] = {
+    f"spec.members[].{name}": section for name, section in (("model", Model), ("data", Data), ("training", Training))
+}
+"""Parts of a member with the fields of these types, all optional."""
+
+
+def _earlier_fields() -> dict[str, dict[str, tuple[str, str]]]:
+    kinds = dict.fromkeys(("image", "resourceName", "runtimeClassName"), "string")
+    kinds |= dict.fromkeys(("imagePullSecrets", "env"), "array")
+    made: dict[str, dict[str, tuple[str, str]]] = {"spec.members[]": {"overrides": ("object", OVERRIDES)}}
+    for path in MOVED:
+        owner, _, name = f"spec.{path}".rpartition(".")
+        made.setdefault(owner, {})[name] = kinds.get(name, "object"), problem_of_earlier(path) or ""
+    return made
+
+
+NO_EARLIER: Mapping[str, dict[str, tuple[str, str]]] = {}
+EARLIER = _earlier_fields()
 PROFILE_RULES: dict[str, list[Schema]] = {"spec.fingerprint": [_immutable_text("MemoryProfile")]}
 
 # --- kinds ------------------------------------------------------------------------------------------------------------
@@ -285,6 +335,8 @@ class Kind:
     columns: tuple[Column, ...]
     status: type[BaseModel] | None = None
     rules: Mapping[str, list[Schema]] = field(default_factory=dict)
+    earlier: Mapping[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
+    """Path of an object -> fields that earlier schemas had in it: type, what to write instead."""
     categories: tuple[str, ...] = ()
     selectable: tuple[str, ...] = ()
 
@@ -305,6 +357,7 @@ TRAINING_JOB = Kind(
     spec=TrainingJobSpec,
     status=TrainingJobStatus,
     rules=JOB_RULES,
+    earlier=EARLIER,
     categories=("training",),
     selectable=(".spec.scheduling.queueName", ".status.state"),
     columns=(
@@ -327,17 +380,18 @@ MEMORY_PROFILE = Kind(
     scope="Namespaced",
     description="What was observed of a model's memory under one plan; outlives the jobs.",
     spec=MemoryProfileSpec,
+    status=MemoryProfileStatus,
     rules=PROFILE_RULES,
     selectable=(".spec.fingerprint",),
     columns=(
         ("Model", ".spec.model", "string", 0, "The model."),
         ("Ranks", ".spec.worldSize", "integer", 0, "Number of ranks."),
-        ("Device", ".spec.peaks.device.max", "string", 0, "Largest peak on each device."),
-        ("Host", ".spec.peaks.host.max", "string", 0, "Largest peak in host memory, per rank."),
-        ("NVMe", ".spec.peaks.nvme.max", "string", 0, "Largest peak on NVMe, per rank."),
-        ("Attempts", ".spec.count", "integer", 0, "Attempts that were observed."),
-        ("Last", ".spec.attempt", "string", 1, "The last of them."),
-        ("Clamped", ".spec.clamped", "boolean", 1, "A reported figure was implausible and was cut."),
+        ("Device", ".status.peaks.device.max", "string", 0, "Largest peak on each device."),
+        ("Host", ".status.peaks.host.max", "string", 0, "Largest peak in host memory, per rank."),
+        ("NVMe", ".status.peaks.nvme.max", "string", 0, "Largest peak on NVMe, per rank."),
+        ("Attempts", ".status.count", "integer", 0, "Attempts that were observed."),
+        ("Last", ".status.attempt", "string", 1, "The last of them."),
+        ("Clamped", ".status.clamped", "boolean", 1, "A reported figure was implausible and was cut."),
         ("Plan", ".spec.plan", "string", 1, "Summary of the plan whose memory use was measured."),
         ("Age", ".metadata.creationTimestamp", "date", 0, "Time since the first observation."),
     ),
@@ -368,7 +422,7 @@ OPERATOR_CONFIG = Kind(
     spec=OperatorConfigSpec,
     rules=CONFIG_RULES,
     columns=(
-        ("Image", ".spec.jobDefaults.image", "string", 0, "Trainer image of jobs that name none."),
+        ("Image", ".spec.jobDefaults.pod.image", "string", 0, "Trainer image of jobs that name none."),
         ("Queue", ".spec.jobDefaults.scheduling.queueName", "string", 0, "LocalQueue of jobs that name none."),
         ("Age", ".metadata.creationTimestamp", "date", 0, "Time since creation."),
     ),
@@ -420,7 +474,7 @@ def _object_schema(kind: Kind) -> Schema:
             "apiVersion": {"type": "string", "description": "Version of the schema."},
             "kind": {"type": "string", "description": "Kind of the object."},
             "metadata": {"type": "object"},
-            "spec": structural(kind.spec, "spec", kind.rules),
+            "spec": structural(kind.spec, "spec", kind.rules, kind.earlier),
         },
     }
     if kind.status is not None:
@@ -430,16 +484,22 @@ def _object_schema(kind: Kind) -> Schema:
     return made
 
 
-def structural(model: type[BaseModel], path: str, rules: Mapping[str, list[Schema]]) -> Schema:
+def structural(
+    model: type[BaseModel],
+    path: str,
+    rules: Mapping[str, list[Schema]],
+    earlier: Mapping[str, dict[str, tuple[str, str]]] = NO_EARLIER,
+) -> Schema:
     """The structural schema of a model; `path` is its place in the object."""
     schema = model.model_json_schema(by_alias=True)
-    return _Inlining(schema.get("$defs", {}), rules).inlined(schema, path)
+    return _Inlining(schema.get("$defs", {}), rules, earlier).inlined(schema, path)
 
 
 @dataclass(frozen=True, slots=True)
 class _Inlining:
     definitions: Schema
     rules: Mapping[str, list[Schema]]
+    earlier: Mapping[str, dict[str, tuple[str, str]]]
 
     def inlined(self, schema: Schema, path: str) -> Schema:
         schema = _resolved(schema, self.definitions)
@@ -450,6 +510,11 @@ class _Inlining:
             }
             if schema.get("required"):
                 made["required"] = schema["required"]
+            earlier = self.earlier.get(path, {})
+            made["properties"] |= {name: _earlier(kind, problem) for name, (kind, problem) in earlier.items()}
+        elif path in MEMBER_SECTIONS:
+            whole = structural(MEMBER_SECTIONS[path], path, {})
+            made |= {"properties": _optional(whole["properties"]), "default": {}}
         elif schema.get("type") == "object":
             made["additionalProperties"] = self.inlined(schema["additionalProperties"], f"{path}.*")
             made["maxProperties"] = schema.get("maxProperties", 64)
@@ -461,6 +526,29 @@ class _Inlining:
         if path in self.rules:
             made["x-kubernetes-validations"] = self.rules[path]
         return made
+
+
+def _optional(properties: Schema) -> Schema:
+    """The same fields, none of them required or with a default."""
+    made = {}
+    for name, schema in properties.items():
+        made[name] = {key: value for key, value in schema.items() if key not in ("required", "default")}
+        if "properties" in schema:
+            made[name]["properties"] = _optional(schema["properties"])
+    return made
+
+
+def _earlier(kind: str, problem: str) -> Schema:
+    """A field of an earlier schema: stored objects keep it, new ones that have it are rejected."""
+    made: Schema = {"type": kind, "description": f"Not a field any more: {problem}."}
+    if kind == "array":
+        made["items"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+        made |= {"x-kubernetes-list-type": "atomic", "maxItems": 256}
+    if kind == "object":
+        made["x-kubernetes-preserve-unknown-fields"] = True
+    if kind == "string":
+        made["maxLength"] = 1024
+    return made | {"x-kubernetes-validations": [_rule("false", problem)]}
 
 
 def _resolved(schema: Schema, definitions: Schema) -> Schema:

@@ -16,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     PlainSerializer,
     Strict,
     WithJsonSchema,
@@ -121,6 +122,8 @@ Positive = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Field(max_length=1024)]
 MAX_MEMBERS = 64
+LIST_BY_NAME: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
+"""Items are merged by name."""
 MemberName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 """Name of a member of a sweep: also a directory's name and a label's value."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
@@ -164,6 +167,24 @@ ExtendedResource = Annotated[
     Field(min_length=1, max_length=MAX_DOMAIN_LENGTH + 1 + MAX_DOMAIN_NAME_LENGTH, pattern=RESOURCE_PATTERN),
     AfterValidator(_extended_resource),
 ]
+
+
+def _extended_name(value: str) -> str:
+    if not re.fullmatch(RESOURCE_PATTERN, value):
+        raise ValueError(EXTENDED_RESOURCE_NEEDED)
+    return _extended_resource(value)
+
+
+ExtendedCounts = Annotated[
+    dict[
+        Annotated[
+            str, Field(max_length=MAX_DOMAIN_LENGTH + 1 + MAX_DOMAIN_NAME_LENGTH), AfterValidator(_extended_name)
+        ],
+        Positive,
+    ],
+    Field(max_length=8),
+]
+"""Extended resource -> count."""
 StringMap = Annotated[
     dict[Annotated[str, Field(max_length=317)], Annotated[str, Field(max_length=1024)]], Field(max_length=64)
 ]

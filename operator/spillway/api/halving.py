@@ -65,13 +65,13 @@ class Standing:
     """The best member by newest value; those that survived more rounds rank first; "": none."""
 
 
-def round_steps(halving: int, num_steps: int) -> tuple[int, ...]:
+def round_steps(halving: int | None, num_steps: int) -> tuple[int, ...]:
     """Steps before the last of `num_steps` at which rounds can stand: their values must be reported.
 
-    (10, 100) -> (10, 20, 40, 80); nothing for halving 0.
+    (10, 100) -> (10, 20, 40, 80); nothing without halving.
     """
     found: list[int] = []
-    step = halving
+    step = halving or 0
     while 0 < step < num_steps:
         found.append(step)
         step *= 2
@@ -110,7 +110,7 @@ def standing(contenders: Sequence[Contender], values: Iterable[Value], objective
     return Standing(until, tuple(stops), table.best(survived))
 
 
-def steps_ahead(members: Iterable[MemberProgress], halving: int) -> dict[str, float]:
+def steps_ahead(members: Iterable[MemberProgress], halving: int | None) -> dict[str, float]:
     """Remaining steps of all members that continue. Future rounds will stop some of them, and which is unknown: steps
     after a round count by the fraction of members that it lets continue."""
     known = tuple(members)

@@ -5,18 +5,19 @@ Written by `spillway run` (or, in a cluster, by the operator into the attempt's 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from spillway.api.earlier import as_today
 from spillway.api.training_job import TrainingJobSpec
 from spillway.plan import Frozen
 
-JOB_VERSION: Literal[1] = 1
+JOB_VERSION: Literal[2] = 2
 
 
 class JobFile(Frozen):
-    version: Literal[1] = JOB_VERSION
+    version: Literal[2] = JOB_VERSION
     name: str
     namespace: str = "default"
     uid: str
@@ -49,6 +50,14 @@ class JobFile(Frozen):
     """Host name of node 0, where the ranks connect."""
     master_port: int = Field(default=0, ge=0, le=65535)
     """0 = a free port, for one node only"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_earlier_version(cls, found: Any) -> Any:
+        """Version 1 had the spec's fields at other places."""
+        if isinstance(found, dict) and found.get("version") == 1 and isinstance(found.get("spec"), dict):
+            return found | {"version": JOB_VERSION, "spec": as_today(found["spec"])}
+        return found
 
     @property
     def spill_directories(self) -> tuple[str, ...]:

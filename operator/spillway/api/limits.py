@@ -13,6 +13,8 @@ MIN_TEXT_VOCABULARY = 257
 MAX_NAME_LENGTH = 52
 """Pod host names, <name>-<attempt>-<index>, must fit 63 characters."""
 MAX_RANKS = 1024
+USER_ID = 1000
+"""User and group of a pod that names none, and of its volumes; the image has this user."""
 MAX_SPILL_VOLUMES = 8
 MAX_SPEC_BYTES = 64 << 10
 """As JSON: every look at a job reads it, and every attempt has it in a ConfigMap."""

@@ -1,6 +1,6 @@
 """Parses a YAML file into a typed model, or lists every error in it.
 
-Knows YAML and pydantic, and nothing about training: `api.py` holds the types and calls `parse`.
+Knows YAML and pydantic, and of training only what fields were called before (earlier.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from spillway.api.earlier import problem_of_earlier
 from spillway.errors import FieldProblem, InvalidJob, UserError
 
 Location = tuple[str | int, ...]
@@ -91,19 +92,6 @@ def validate(model: type[M], document: dict[str, Any], source: str, lines: Lines
     except ValidationError as error:
         found = error.errors(include_url=False)
         raise InvalidJob(source, [p for detail in found for p in _translate(model, detail, lines, document)]) from None
-
-
-def value_of(text: str) -> object:
-    """The value of a text in a manifest: 3 is a number, "[a, b]" a list, 1e-4 a text (as floats are). A text that is
-    not valid YAML is itself."""
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None or any(_inspect(node, (), {})):
-            return text
-        return loader.construct_document(node)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return text
 
 
 def _refuse_another_kind(model: type[BaseModel], document: Mapping[str, Any], source: str) -> None:
@@ -226,8 +214,12 @@ def _translate(model: type[BaseModel], detail: ErrorDetails, lines: Lines, docum
             yield FieldProblem(dotted(inner), shown(_value_at(document, inner)), _with_line(problem, inner, lines))
         return
     if detail["type"] == "extra_forbidden":
-        yield FieldProblem(dotted(location), "", _with_line(_unknown_field(model, location), location, lines))
+        path = dotted(location)
+        problem = problem_of_earlier(path.removeprefix("spec.")) or _unknown_field(model, location)
+        yield FieldProblem(path, "", _with_line(problem, location, lines))
         return
+    if location[-1:] == ("[key]",):
+        location = location[:-1]
     given = "" if detail["type"] == "missing" else shown(detail["input"])
     yield FieldProblem(dotted(location), given, _with_line(_problem(detail, context), location, lines))
 

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from spillway.api.job_file import JobFile
-from spillway.api.manifest import validate, value_of
+from spillway.api.manifest import shown, validate
 from spillway.api.pod import Member
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem, InvalidJob, UserError
@@ -28,18 +28,15 @@ _DERIVED_SIZES = ("numKeyValueHeads", "intermediateSize", "tieWordEmbeddings")
 
 
 def member_spec(spec: TrainingJobSpec, member: Member) -> TrainingJobSpec:
-    """The spec of the member's solo run. Raises InvalidJob with every override that cannot be.
+    """The spec of the member's solo run. Raises InvalidJob with every field that cannot be.
 
     A field whose default follows another one (intermediateSize of hiddenSize, betas of the optimizer's name) and that
     has its default in the job has that of the member's.
     """
-    problems = [problem for path in member.overrides if (problem := _refused_path(member, path))]
-    if problems:
-        raise InvalidJob(f"member {member.name}", problems)
     document = spec.model_dump(mode="json", by_alias=True, exclude={"members", "objective"}, exclude_none=True)
-    _forget_derived(document, member.overrides)
-    for path, text in member.overrides.items():
-        _set(document, path, value_of(text))
+    _forget_derived(document, member.changes)
+    for path, value in member.changes.items():
+        _set(document, path, value)
     try:
         return validate(type(spec), document, f"member {member.name}")
     except InvalidJob as error:
@@ -102,9 +99,9 @@ def _sweep(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     if parallelism.strategy not in ("Auto", "Ddp"):
         undivided = "members take turns on one device, where nothing is sharded: use Ddp, or a job for each model"
         yield FieldProblem("spec.parallelism.strategy", parallelism.strategy, undivided)
-    if reserve := spec.memory.activations.host_reserve:
+    if reserve := spec.memory.advanced.activations.host_reserve:
         fixed = "plans of members are not corrected while they run; leave it out"
-        yield FieldProblem("spec.memory.activations.hostReserve", format_quantity(reserve), fixed)
+        yield FieldProblem("spec.memory.advanced.activations.hostReserve", format_quantity(reserve), fixed)
     if objective is not None and objective.metric == "EvaluationLoss" and spec.data.evaluation is None:
         held_out = "needs held-out text: give data.evaluation, or use Loss"
         yield FieldProblem("spec.objective.metric", objective.metric, held_out)
@@ -119,44 +116,25 @@ def _overrides(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
                 yield FieldProblem(f"spec.members[{index}].{one.path}", one.given, one.problem)
             continue
         if own.model.config is None and own.model != spec.model:
-            path, given = next((path, text) for path, text in member.overrides.items() if path.startswith("model."))
+            path, given = next((path, value) for path, value in member.changes.items() if path.startswith("model."))
             unknown = (
                 "a source or an entrypoint does not say its model's sizes, and of a sweep spec.model alone is built to "
                 "find them: let members differ in training and data, or give this one a job of its own"
             )
-            yield FieldProblem(f"spec.members[{index}].{_named(path)}", given, unknown)
+            yield FieldProblem(f"spec.members[{index}].{path}", shown(given), unknown)
         evaluated = (spec.data.evaluation, own.data.evaluation)
         differs = len({one and one.model_copy(update={"every_steps": 1}) for one in evaluated}) > 1
         if spec.compared_by.metric == "EvaluationLoss" and spec.data.evaluation and differs:
             compared = "members are compared by their loss on one text: leave it out, or use objective.metric: Loss"
-            yield FieldProblem(f"spec.members[{index}].overrides", "data.evaluation", compared)
-
-
-def _refused_path(member: Member, path: str) -> FieldProblem | None:
-    section = path.partition(".")[0]
-    if section not in SECTIONS:
-        why = (
-            f"members differ in {', '.join(SECTIONS[:-1])} and {SECTIONS[-1]}; all other fields apply to the whole job"
-        )
-    elif path == section:
-        why = f"name a field below it, for example {'training.seed' if section == 'training' else section + '.…'}"
-    elif any(other != path and path.startswith(f"{other}.") for other in member.overrides):
-        why = "another override replaces the field that contains it; keep one of them"
-    else:
-        return None
-    return FieldProblem(_named(path), member.overrides[path], why)
-
-
-def _named(path: str) -> str:
-    return f'overrides["{path}"]'
+            yield FieldProblem(f"spec.members[{index}].data.evaluation", "{...}", compared)
 
 
 def _of_member(member: Member, problem: FieldProblem) -> FieldProblem:
-    """A problem of the member's spec, at the override that caused it, else at the field itself."""
-    for path, text in member.overrides.items():
-        if problem.path == path:
-            return FieldProblem(_named(path), text, problem.problem)
-    return FieldProblem("overrides", "", f"with them, spec.{problem}")
+    """A problem of the member's spec, at the member's own field, else at the first section that it changes."""
+    if any(path == problem.path or path.startswith(f"{problem.path}.") for path in member.changes):
+        return problem
+    section = next(name for name in SECTIONS if getattr(member, name))
+    return FieldProblem(section, "{...}", f"with it, spec.{problem}")
 
 
 def _set(document: dict[str, Any], path: str, value: object) -> None:
@@ -168,13 +146,13 @@ def _set(document: dict[str, Any], path: str, value: object) -> None:
     document[last] = value
 
 
-def _forget_derived(document: dict[str, Any], overrides: Mapping[str, str]) -> None:
-    """Leave out what only followed a field that is overridden."""
-    if any(path.startswith("model.config.") for path in overrides) and (config := document["model"].get("config")):
+def _forget_derived(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Leave out what only followed a field that the member changes."""
+    if any(path.startswith("model.config.") for path in changes) and (config := document["model"].get("config")):
         for name in _DERIVED_SIZES:
             if config.get(name) == _default_size(config, name):
                 config.pop(name, None)
-    if "training.optimizer.name" in overrides:
+    if "training.optimizer.name" in changes:
         optimizer = document["training"]["optimizer"]
         defaults = UpdateRule(optimizer["name"]).defaults
         for name in (*RULE_FIELDS, "weightDecay"):

@@ -111,6 +111,14 @@ class ParameterMemory(Fields):
     )
 
 
+class Advanced(Fields):
+    """Parts of the plan that the user fixes, in the planner's terms."""
+
+    optimizer: OptimizerMemory = Field(default=OptimizerMemory(), description="Optimizer states.")
+    activations: ActivationMemory = Field(default=ActivationMemory(), description="Saved activations.")
+    parameters: ParameterMemory = Field(default=ParameterMemory(), description="Parameters.")
+
+
 class Endurance(Fields):
     """Protection of flash from being worn out."""
 
@@ -134,10 +142,8 @@ class Memory(Fields):
         ),
     )
     budget: Budget = Field(default=Budget(), description="Bytes that the job may use.")
-    optimizer: OptimizerMemory = Field(default=OptimizerMemory(), description="Optimizer states.")
-    activations: ActivationMemory = Field(default=ActivationMemory(), description="Saved activations.")
-    parameters: ParameterMemory = Field(default=ParameterMemory(), description="Parameters.")
     endurance: Endurance = Field(default=Endurance(), description="Protection of flash.")
+    advanced: Advanced = Field(default=Advanced(), description="Parts of the plan that the user fixes.")
 
     @model_validator(mode="after")
     def _disabled_is_bounded(self) -> Self:
@@ -145,18 +151,22 @@ class Memory(Fields):
         if self.mode == "Disabled":
             if self.budget.host is None:
                 problems.append(("budget.host", "required with mode Disabled, which plans nothing"))
-            if self.optimizer.placement not in ("Auto", "Device"):
-                problems.append(("optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device"))
-            if self.optimizer.overlap in ("Forward", "Backward"):
-                problems.append(("optimizer.overlap", "mode Disabled has no update to overlap: Auto or None"))
-            if self.activations.policy not in ("Auto", "Keep"):
-                problems.append(("activations.policy", "mode Disabled keeps everything on the device: Auto or Keep"))
-            if self.activations.host_reserve:
+            if self.advanced.optimizer.placement not in ("Auto", "Device"):
+                problems.append(
+                    ("advanced.optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device")
+                )
+            if self.advanced.optimizer.overlap in ("Forward", "Backward"):
+                problems.append(("advanced.optimizer.overlap", "mode Disabled has no update to overlap: Auto or None"))
+            if self.advanced.activations.policy not in ("Auto", "Keep"):
+                problems.append(
+                    ("advanced.activations.policy", "mode Disabled keeps everything on the device: Auto or Keep")
+                )
+            if self.advanced.activations.host_reserve:
                 kept = "mode Disabled keeps everything on the device, so nothing can move there; leave it out"
-                problems.append(("activations.hostReserve", kept))
-        elif self.budget.host is not None and (self.activations.host_reserve or 0) > self.budget.host:
+                problems.append(("advanced.activations.hostReserve", kept))
+        elif self.budget.host is not None and (self.advanced.activations.host_reserve or 0) > self.budget.host:
             most = f"at most budget.host ({format_quantity(self.budget.host)}), which it is part of"
-            problems.append(("activations.hostReserve", most))
+            problems.append(("advanced.activations.hostReserve", most))
         refuse(problems)
         return self
 

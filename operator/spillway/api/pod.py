@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, Strict, model_validator
 
 from spillway.api.field_types import (
+    LIST_BY_NAME,
     ClaimName,
     Count,
+    ExtendedCounts,
+    ExtendedResource,
     Fields,
+    Flag,
     LabelMap,
     MemberName,
     Name,
     Positive,
+    SomeBytes,
     SomeCores,
     StringMap,
     SubPath,
@@ -21,15 +27,36 @@ from spillway.api.field_types import (
     exactly_one,
     refuse,
 )
+from spillway.api.limits import MAX_ENV_BYTES, USER_ID
+
+REQUESTED_BY_PLAN = "the plan decides how many of resourceName a pod requests; leave it out"
+ASSIGNED_BY_CLUSTER = "the cluster assigns runAsUser, runAsGroup and fsGroup: leave these out"
+FIXED_WITHOUT_PLAN = "mode Disabled plans nothing that could fit in it: memory.budget.host decides; leave it out"
+UserId = Annotated[int, Strict(), Field(ge=1, le=2**31 - 1)]
 
 
 class Member(Fields):
     """One model of a sweep: the job's spec with some fields changed."""
 
     name: MemberName = Field(description="Name, unique in the job.")
-    overrides: StringMap = Field(
-        default={}, description='Fields below spec with their values, for example training.seed: "1".'
+    model: dict[str, Any] = Field(default={}, description="Fields of spec.model in which it differs.")
+    data: dict[str, Any] = Field(default={}, description="Fields of spec.data in which it differs.")
+    training: dict[str, Any] = Field(
+        default={}, description="Fields of spec.training in which it differs, for example seed: 1."
     )
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Its own values by field below spec: {"training.seed": 1}."""
+        return dict(_leaves({"model": self.model, "data": self.data, "training": self.training}))
+
+
+def _leaves(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 class Objective(Fields):
@@ -41,11 +68,11 @@ class Objective(Fields):
     direction: Literal["Minimize", "Maximize"] = Field(
         default="Minimize", description="Whether lower or higher is better."
     )
-    halving: Count = Field(
-        default=0,
+    halving: Positive | None = Field(
+        default=None,
         description=(
             "Successive halving: steps before the first round; later rounds come at twice that, four times and so"
-            " on. Each round stops the worse half of the members. 0 = never."
+            " on. Each round stops the worse half of the members. Default: never."
         ),
     )
 
@@ -102,19 +129,85 @@ class Variable(Fields):
 
 
 class Resources(Fields):
+    """Requests of one pod."""
+
     cpu: SomeCores | None = Field(
-        default=None, description="CPU request per pod, in cores. Default: a quarter of the threads that the plan uses."
+        default=None, description="CPU request, in cores. Default: a quarter of the threads that the plan uses."
+    )
+    memory: SomeBytes | None = Field(
+        default=None, description="Memory, request and limit, bytes; the plan fits in it. Default: what the plan needs."
+    )
+    shared_memory: SomeBytes | None = Field(
+        default=None,
+        description="Size of /dev/shm, bytes; part of memory. Default: 64Mi, and as much per rank where several ranks "
+        "use GPUs.",
+    )
+    extended: ExtendedCounts = Field(default={}, description="Further extended resources, for example rdma/hca: 1.")
+
+
+class SecurityContext(Fields):
+    """User and groups of the pod. It never runs as root."""
+
+    assigned_by_cluster: Flag = Field(
+        default=False, description="True: the pod names no ids, and the cluster assigns them, as OpenShift does."
+    )
+    run_as_user: UserId | None = Field(default=None, description=f"User. Default: {USER_ID}.")
+    run_as_group: UserId | None = Field(default=None, description=f"Group. Default: {USER_ID}.")
+    fs_group: UserId | None = Field(
+        default=None,
+        description=f"Group that owns the pod's volumes, where their driver can set it. Default: {USER_ID}.",
+    )
+    supplemental_groups: tuple[UserId, ...] = Field(
+        default=(), max_length=16, description="Further groups, for example of an NFS export."
     )
 
+    @model_validator(mode="after")
+    def _one_decides(self) -> Self:
+        named = ("run_as_user", "run_as_group", "fs_group")
+        if self.assigned_by_cluster and any(getattr(self, name) is not None for name in named):
+            refuse([("assignedByCluster", ASSIGNED_BY_CLUSTER)])
+        return self
 
-class PodOverrides(Fields):
-    """The parts of the pod that a job may change."""
 
+class Pod(Fields):
+    """The pods of a job, beside what the plan decides."""
+
+    image: Text = Field(default="", description="Trainer image. Default: the chart's.")
+    image_pull_secrets: tuple[NamedReference, ...] = Field(
+        default=(), max_length=16, description="Secrets to pull the image with.", json_schema_extra=LIST_BY_NAME
+    )
+    env: tuple[Variable, ...] = Field(
+        default=(), max_length=256, json_schema_extra=LIST_BY_NAME,
+        description=f"Environment variables of the trainer; their values have {MAX_ENV_BYTES} bytes at most, together.",
+    )  # fmt: skip
+    resources: Resources = Field(default=Resources(), description="Requests of one pod.")
+    resource_name: ExtendedResource = Field(
+        default="nvidia.com/gpu", description="Extended resource by which devices are requested."
+    )
     labels: LabelMap = Field(default={}, description="Labels added to the pods.")
     annotations: StringMap = Field(default={}, description="Annotations added to the pods.")
     service_account_name: Annotated[Text, Field(max_length=253)] = Field(
         default="", description="ServiceAccount of the pods. Default: the namespace's."
     )
+    runtime_class_name: Annotated[Text, Field(max_length=253)] = Field(
+        default="", description="RuntimeClass of the pods."
+    )
+    security_context: SecurityContext = Field(default=SecurityContext(), description="User and groups.")
+    network_preset: Annotated[Text, Field(max_length=253)] = Field(
+        default="",
+        description="Network preset of the OperatorConfig: environment, extended resources, annotations and network of "
+        "the pods. Default: none.",
+    )
+    host_network: Flag = Field(
+        default=False,
+        description="Use the node's network: for RDMA without a network plug-in. The namespace must allow it "
+        "(Pod Security privileged).",
+    )
+
+    @model_validator(mode="after")
+    def _plan_decides(self) -> Self:
+        refuse([("resources.extended", REQUESTED_BY_PLAN)] if self.resource_name in self.resources.extended else [])
+        return self
 
 
 class Toleration(Fields):
@@ -166,21 +259,21 @@ DEFAULT_RESTARTS = 5
 class Lifecycle(Fields):
     """Deadlines and retries. A change takes effect at once, also on an attempt that runs."""
 
-    active_deadline_seconds: Count = Field(
-        default=0, description="Seconds that all attempts together may run, without waiting; 0 = no limit."
+    active_deadline_seconds: Positive | None = Field(
+        default=None, description="Seconds that all attempts together may run, without waiting. Default: no limit."
     )
-    pending_deadline_seconds: Count = Field(
-        default=0,
+    pending_deadline_seconds: Positive | None = Field(
+        default=None,
         description=(
-            "Seconds that the job may wait for all pods of an attempt to run; suspended time is not counted; 0 = "
+            "Seconds that the job may wait for all pods of an attempt to run; suspended time is not counted. Default: "
             "no limit."
         ),
     )
-    stall_seconds: Count = Field(
+    stall_seconds: Positive = Field(
         default=DEFAULT_STALL_SECONDS,
         description=(
-            "Seconds without a new step after which an attempt is ended; counts as a restart. At least 15, and at"
-            " least three predicted steps. 0 = never."
+            "Seconds without a new step after which an attempt is ended; counts as a restart. At least 15, and at "
+            "least three predicted steps. Practically never: 31536000, a year."
         ),
     )
     ttl_seconds_after_finished: Count | None = Field(

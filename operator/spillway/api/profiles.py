@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -156,7 +157,7 @@ class ObservedTiers(Written):
 
 
 class MemoryProfileSpec(Written):
-    """What was observed of a model's memory under one plan. Written by the operator; outlives the jobs."""
+    """Which model and plan a profile is about."""
 
     fingerprint: Annotated[str, Field(min_length=16, max_length=16, pattern=r"^[0-9a-f]{16}$")] = Field(
         description="Hash of model, sequence, plan and number of ranks: what the bytes depend on."
@@ -167,6 +168,11 @@ class MemoryProfileSpec(Written):
     )
     plan: Annotated[Text, Field(max_length=512)] = Field(default="", description="The plan, for people.")
     world_size: Annotated[Positive, Field(le=1 << 18)] = Field(default=1, description="Ranks.")
+
+
+class MemoryProfileStatus(Written):
+    """What was observed."""
+
     peaks: ObservedTiers = Field(default=ObservedTiers(), description="Bytes of a rank, per tier.")
     lower_bounds: LowerBounds = Field(default=LowerBounds(), description="What was not enough.")
     pod: ObservedPod | None = Field(default=None, description="What pods took: what their requests are lowered by.")
@@ -181,3 +187,17 @@ class MemoryProfileSpec(Written):
     clamped: Flag = Field(
         default=False, description="A reported figure was implausible (not 0.25 to 4 times the planned) and was cut."
     )
+
+
+class MemoryProfile(MemoryProfileSpec, MemoryProfileStatus):
+    """What was observed of a model's memory under one plan: an object's spec and status. Written by the operator;
+    outlives the jobs."""
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> MemoryProfile:
+        """From an object of the API server. Raises ValidationError."""
+        return cls.model_validate({**(found.get("spec") or {}), **(found.get("status") or {})})
+
+    def part(self, of: type[Written]) -> dict[str, Any]:
+        """The fields of its spec, or of its status, as JSON."""
+        return self.model_dump(mode="json", include=set(of.model_fields), exclude_none=True)

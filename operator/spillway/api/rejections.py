@@ -43,11 +43,11 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
 
 def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
     """Fields that `plan` understands and an attempt in a cluster cannot honour yet, each with what works instead."""
-    strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.optimizer
+    strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.advanced.optimizer
     divides = strategy.startswith("Zero")
     on_devices = job.spec.parallelism.device == "Cuda" and job.spec.parallelism.world_size > 1
     found = [
-        (divides and optimizer.overlap == "Forward", "spec.memory.optimizer.overlap",
+        (divides and optimizer.overlap == "Forward", "spec.memory.advanced.optimizer.overlap",
          f"does not work with parallelism.strategy: {strategy}; use None or Auto, or strategy Fsdp"),
         (divides and model.lora, "spec.model.lora",
          f"does not work with parallelism.strategy: {strategy}, which shards only models trained as a "
@@ -82,9 +82,8 @@ def _given(job: TrainingJob, path: str) -> str:
 
 _CLUSTER_ONLY = (
     "parallelism.nodes", "parallelism.devicesPerNode", "parallelism.strategy", "model.precision.gradientReduce",
-    "memory.activations.hostReserve", "spill.storageClassName", "spill.numVolumes",
-    "checkpoint.subPath", "image", "imagePullSecrets", "env", "resources", "resourceName",
-    "runtimeClassName", "podOverrides", "scheduling", "lifecycle.activeDeadlineSeconds",
+    "memory.advanced.activations.hostReserve", "spill.storageClassName", "spill.numVolumes",
+    "checkpoint.subPath", "pod", "scheduling", "lifecycle.activeDeadlineSeconds",
     "lifecycle.pendingDeadlineSeconds", "lifecycle.stallSeconds", "lifecycle.ttlSecondsAfterFinished", "managedBy",
     "suspend",
 )  # fmt: skip

@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, Strict
 
-from spillway.api.field_types import Count, Name, Quantity, Text, Written
+from spillway.api.field_types import LIST_BY_NAME, Count, Name, Quantity, Text, Written
 
 LIST_BY_TYPE: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
-LIST_BY_NAME: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 
 Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 Short = Annotated[str, Field(max_length=64)]

@@ -10,21 +10,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from spillway.api.field_types import MAX_MEMBERS, ExtendedResource, Fields, Flag, Name, StringMap, Text, refuse
+from spillway.api.field_types import LIST_BY_NAME, MAX_MEMBERS, Fields, Flag, Name, StringMap, refuse
 from spillway.api.limits import MANAGER, MAX_ENV_BYTES, MAX_NAME_LENGTH
 from spillway.api.memory import Memory, Parallelism, Spill
 from spillway.api.model import Data, Location, Model
-from spillway.api.pod import (
-    Checkpoint,
-    Lifecycle,
-    Member,
-    NamedReference,
-    Objective,
-    PodOverrides,
-    Resources,
-    Scheduling,
-    Variable,
-)
+from spillway.api.pod import FIXED_WITHOUT_PLAN, Checkpoint, Lifecycle, Member, Objective, Pod, Scheduling
 from spillway.api.training import Training
 
 
@@ -41,28 +31,11 @@ class TrainingJobSpec(Fields):
     members: tuple[Member, ...] = Field(
         default=(), max_length=MAX_MEMBERS,
         description="Several models in one job, sharing its devices. Default: one model.",
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        json_schema_extra=LIST_BY_NAME,
     )  # fmt: skip
     objective: Objective | None = Field(default=None, description="What makes one member better than another.")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="When and where checkpoints are written.")
-    image: Text = Field(default="", description="Trainer image. Default: the chart's.")
-    image_pull_secrets: tuple[NamedReference, ...] = Field(
-        default=(), max_length=16, description="Secrets to pull the image with.",
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
-    )  # fmt: skip
-    env: tuple[Variable, ...] = Field(
-        default=(), max_length=256,
-        description=f"Environment variables of the trainer; their values have {MAX_ENV_BYTES} bytes at most, together.",
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
-    )  # fmt: skip
-    resources: Resources = Field(default=Resources(), description="Requests that the plan does not decide.")
-    resource_name: ExtendedResource = Field(
-        default="nvidia.com/gpu", description="Extended resource by which devices are requested."
-    )
-    runtime_class_name: Annotated[Text, Field(max_length=253)] = Field(
-        default="", description="RuntimeClass of the pods."
-    )
-    pod_overrides: PodOverrides = Field(default=PodOverrides(), description="Parts of the pod that a job may change.")
+    pod: Pod = Field(default=Pod(), description="Image, environment and further settings of the pods.")
     command: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(
         default=(), max_length=64, description="Not supported yet: any script under torchrun, with mounts and restarts."
     )
@@ -100,9 +73,11 @@ class TrainingJobSpec(Fields):
         learned = config is not None and config.architecture in ("gpt2", "bert")
         if config is not None and learned and training.sequence_length > config.max_positions:
             problems.append(("training.sequenceLength", f"at most model.config.maxPositions ({config.max_positions})"))
-        size = sum(len(variable.value or "") for variable in self.env)
+        size = sum(len(variable.value or "") for variable in self.pod.env)
         if size > MAX_ENV_BYTES:
-            problems.append(("env", f"the values have {size} characters; at most {MAX_ENV_BYTES}: refer to a Secret"))
+            problems.append(
+                ("pod.env", f"the values have {size} characters; at most {MAX_ENV_BYTES}: refer to a Secret")
+            )
         is_float16, strategy = self.model.precision.compute == "float16", self.parallelism.strategy
         if is_float16 and strategy not in ("Auto", "Ddp"):
             needed = f"needs loss scaling, which {strategy} does not have; use Ddp, or bfloat16"
@@ -110,6 +85,8 @@ class TrainingJobSpec(Fields):
         if training.optimizer.moments == "int8" and strategy not in ("Auto", "Ddp"):
             blocks = f"int8 has a scale for every 256 values of a parameter, which {strategy} divides elsewhere"
             problems.append(("parallelism.strategy", f"training.optimizer.moments: {blocks}; use Ddp, or bfloat16"))
+        if self.memory.mode == "Disabled" and self.pod.resources.memory is not None:
+            problems.append(("pod.resources.memory", FIXED_WITHOUT_PLAN))
         if training.loss_scale is not None and not is_float16:
             needless = "model.precision.compute: float16 alone scales the loss; leave it out"
             problems.append(("training.lossScale", needless))

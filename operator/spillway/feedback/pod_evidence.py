@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from spillway.api.profiles import MemoryProfileSpec, ObservedPod
+from spillway.api.profiles import MemoryProfile, ObservedPod
 from spillway.api.training_job import TrainingJobSpec
 from spillway.feedback.recent_peaks import MOST_RECENT, plausible, quantile
 from spillway.plan import MemoryPlan
@@ -28,8 +28,7 @@ POD_MARGIN = 0.03
 """Margin above observed peaks. They include page cache, which is freed before a process is killed."""
 WORKLOAD_DIGITS = 16
 WITHOUT_MEMORY: dict[str, Any] = {
-    "image": True,  # as it is resolved
-    "image_pull_secrets": True,
+    "pod": {"image", "image_pull_secrets"},  # the image as it is resolved
     "scheduling": True,
     "lifecycle": True,
     "managed_by": True,
@@ -131,7 +130,8 @@ def may_be_seen(spec: TrainingJobSpec) -> bool:
     which members a run held together; and a live correction may need what a run left unused. Only mode Auto decides
     requests."""
     alone = spec.parallelism.nodes == 1 and not spec.members
-    return spec.memory.mode == "Auto" and alone and not spec.memory.activations.host_reserve
+    decides = spec.memory.mode == "Auto" and spec.pod.resources.memory is None
+    return decides and alone and not spec.memory.advanced.activations.host_reserve
 
 
 def with_peak(known: ObservedPod | None, spec: TrainingJobSpec, pod: PodPeak, attempt: str) -> ObservedPod | None:
@@ -159,7 +159,7 @@ def with_peak(known: ObservedPod | None, spec: TrainingJobSpec, pod: PodPeak, at
     )
 
 
-def evidence_of(profile: MemoryProfileSpec) -> PodEvidence | None:
+def evidence_of(profile: MemoryProfile) -> PodEvidence | None:
     """None without observations, or if a pod ran out of memory and none has taken more since: the need is then
     unknown."""
     pod, bound = profile.pod, profile.lower_bounds.pod

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from spillway.api.field_types import Fields
-from spillway.api.profiles import LowerBound, MemoryProfileSpec, NodeProfileSpec, ObservedBytes, ObservedTiers
+from spillway.api.profiles import LowerBound, MemoryProfile, NodeProfileSpec, ObservedBytes, ObservedTiers
 from spillway.api.status import ProfileEvidence, TierQuantities
 from spillway.api.training_job import TrainingJobSpec
 from spillway.feedback.ladder import MARGINS, OBSERVED_MARGIN, MemoryFailure
@@ -212,10 +212,10 @@ def profile_name(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
     return f"{model}-{memory_fingerprint(spec, plan)}".replace(" ", "").lower()
 
 
-def new_profile(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryProfileSpec:
+def new_profile(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryProfile:
     """The profile before the first observation."""
     model = spec.model
-    return MemoryProfileSpec(
+    return MemoryProfile(
         fingerprint=memory_fingerprint(spec, plan),
         model_fingerprint=model_fingerprint(spec, plan.device),
         model=f"{model.transformer.architecture}, {_parameters(spec, plan)} parameters, {model.precision.compute}",
@@ -225,14 +225,14 @@ def new_profile(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryProfileSpec:
 
 
 def profile_update(
-    existing: MemoryProfileSpec | None,
+    existing: MemoryProfile | None,
     spec: TrainingJobSpec,
     plan: MemoryPlan,
     peaks: Mapping[str, int],
     attempt: str,
     now: str,
     pod: PodPeak | None = None,
-) -> MemoryProfileSpec | None:
+) -> MemoryProfile | None:
     """The profile after `attempt` (<job>-<number>) reported `peaks`, bytes per tier of the rank with the most; None if
     nothing changes. A tier that was not reported, or that the plan does not use, is unchanged.
 
@@ -287,7 +287,7 @@ def _most_in_the_pod(plan: MemoryPlan, pod: PodPeak | None) -> dict[Tier, int]:
     return {Tier.DEVICE: pod.peak_bytes, Tier.HOST: pod.peak_bytes}
 
 
-def _counted(profile: MemoryProfileSpec, attempt: str) -> tuple[bool, tuple[str, ...]]:
+def _counted(profile: MemoryProfile, attempt: str) -> tuple[bool, tuple[str, ...]]:
     """Whether `attempt` is not counted yet, and the last attempts of all jobs with it."""
     job, number = _job_and_number(attempt)
     known = profile.last_attempts or ((profile.attempt,) if profile.attempt else ())
@@ -319,8 +319,8 @@ def _with_quantiles(observed: ObservedBytes, recent: Sequence[int]) -> ObservedB
 
 
 def profile_after_failure(
-    existing: MemoryProfileSpec | None, spec: TrainingJobSpec, failure: MemoryFailure, now: str
-) -> MemoryProfileSpec | None:
+    existing: MemoryProfile | None, spec: TrainingJobSpec, failure: MemoryFailure, now: str
+) -> MemoryProfile | None:
     """The profile of the plan that ran out of memory, with that lower bound; None when it says nothing new. Nor does a
     plan that was never to fit its limit, as modes other than Auto may have: its prediction was right. A pod that got
     less than is counted, by evidence, is another matter: that was not enough.
@@ -348,7 +348,7 @@ def ratio(bound: LowerBound) -> float:
     return min(bound.held / max(1, bound.planned), MOST_PLAUSIBLE)
 
 
-def observed_corrections(profiles: Iterable[MemoryProfileSpec]) -> Corrections:
+def observed_corrections(profiles: Iterable[MemoryProfile]) -> Corrections:
     """Corrections of predictions for a model's next job, from all its profiles. An observed peak counts with a small
     margin. If memory ran out and no peak as high was observed since, the excess is unknown: the bound counts with the
     ladder's first margin. Never below the prediction, because a low peak may have been luck."""
@@ -368,13 +368,13 @@ def observed_corrections(profiles: Iterable[MemoryProfileSpec]) -> Corrections:
     return Corrections(**factors, reasons=tuple(sentences))  # type: ignore[arg-type]
 
 
-def _most(profiles: Sequence[MemoryProfileSpec], kind: str) -> tuple[float, float]:
+def _most(profiles: Sequence[MemoryProfile], kind: str) -> tuple[float, float]:
     """The largest lower bound and the largest peak, times the predicted bytes; 0 where there is none."""
     bounds = [bound for one in profiles if (bound := getattr(one.lower_bounds, kind)) is not None]
     return max(map(ratio, bounds), default=0.0), max((_seen(one, kind) for one in profiles), default=0.0)
 
 
-def _seen(profile: MemoryProfileSpec, kind: str) -> float:
+def _seen(profile: MemoryProfile, kind: str) -> float:
     """Times the predicted bytes; 0 = not seen."""
     if kind == "pod":
         pod = profile.pod
@@ -385,7 +385,7 @@ def _seen(profile: MemoryProfileSpec, kind: str) -> float:
     return min(peak / planned, MOST_PLAUSIBLE) if planned else 0.0
 
 
-def observed_pods(profiles: Iterable[MemoryProfileSpec]) -> dict[str, PodEvidence]:
+def observed_pods(profiles: Iterable[MemoryProfile]) -> dict[str, PodEvidence]:
     """Fingerprint -> what pods took, of the profiles of one model. Nothing where memory ran out and no peak as high was
     seen since: then bytes may come that no pod has shown yet."""
     known = tuple(profiles)
@@ -396,7 +396,7 @@ def observed_pods(profiles: Iterable[MemoryProfileSpec]) -> dict[str, PodEvidenc
     return {fingerprint: seen for fingerprint, seen in found.items() if seen is not None}
 
 
-def observed_peaks(profile: MemoryProfileSpec) -> dict[str, int]:
+def observed_peaks(profile: MemoryProfile) -> dict[str, int]:
     """Largest peak per tier, of those that were observed."""
     return {tier: observed.max for tier, observed in profile.peaks if observed is not None}
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from spillway.api.members import solo_specs
-from spillway.api.pod import Toleration
+from spillway.api.pod import Pod, Toleration
 from spillway.api.profiles import NodeProfileSpec
 from spillway.api.status import ProfileEvidence
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
@@ -67,7 +67,7 @@ GPU_PRODUCT = "nvidia.com/gpu.product"
 """Label of NVIDIA's feature discovery. It gives the memory of one unit of a resource (nvidia.com/gpu.memory) in MiB."""
 MIG_USABLE = 0.95
 """Share of its nominal size that a MIG instance has, where no label says: 4864 MiB of 5 GB."""
-DEFAULT_RESOURCE: str = TrainingJobSpec.model_fields["resource_name"].default
+DEFAULT_RESOURCE: str = Pod.model_fields["resource_name"].default
 """Resource by which a profile's devices are counted, if the node has it and the profile does not say how many there
 are."""
 TRANSIENT_TAINTS = "node.kubernetes.io/"
@@ -132,7 +132,7 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
     Unplaceable with NoNode when no node could ever carry a pod of it (the nearest miss with its figures), with
     DoesNotFit when none of the classes has a plan. Of device Auto on GPUs wherever these can carry it.
     """
-    found, name = list[Unplaceable](), job.spec.resource_name
+    found, name = list[Unplaceable](), job.spec.pod.resource_name
     ranks = job.spec.parallelism.world_size
     for device, why in devices(job.spec, _no_devices(name, cluster), f"nodes have {name}", cluster.device, ranks):
         placed = _place(on_device(job, device), cluster)
@@ -260,12 +260,18 @@ def _miss(  # noqa: PLR0911 - one line per condition
         if _repels(taint, pod_tolerations(spec, device)):
             shown = f"{taint.key}={taint.value}:{taint.effect}" if taint.value else f"{taint.key}:{taint.effect}"
             return 1, f"{view.name} has the taint {shown}, which spec.scheduling.tolerations does not tolerate"
-    devices = view.allocatable_devices.get(spec.resource_name, 0)
+    devices = view.allocatable_devices.get(spec.pod.resource_name, 0)
     if device == "Cuda" and devices < ranks:
-        return 2, f"{view.name} has {devices} {spec.resource_name}, a pod needs {ranks}"
-    if device == "Cuda" and ranks > 1 and (part := gpu_part(view.labels, spec.resource_name)).name:
+        return 2, f"{view.name} has {devices} {spec.pod.resource_name}, a pod needs {ranks}"
+    if device == "Cuda" and ranks > 1 and (part := gpu_part(view.labels, spec.pod.resource_name)).name:
         return 2, f"{view.name} divides its devices ({part.name}); a pod with {ranks} of them needs whole devices"
-    memory = least_memory_bytes(needs.runtime_bytes, ranks, device)
+    for name, count in spec.pod.resources.extended.items():
+        if view.allocatable_devices.get(name, 0) < count:
+            return 2, f"{view.name} has {view.allocatable_devices.get(name, 0)} {name}, a pod needs {count}"
+    memory, fixed = least_memory_bytes(spec, needs.runtime_bytes, device), spec.pod.resources.memory
+    if fixed is not None and view.allocatable_memory_bytes < fixed:
+        has = format_bytes(view.allocatable_memory_bytes)
+        return 3, f"{view.name} has {has} of memory for pods, spec.pod.resources.memory asks {format_bytes(fixed)}"
     if view.allocatable_memory_bytes < memory:
         has = format_bytes(view.allocatable_memory_bytes)
         return 3, f"{view.name} has {has} of memory for pods, a pod needs {format_bytes(memory)} beside its model"
@@ -276,9 +282,10 @@ def _miss(  # noqa: PLR0911 - one line per condition
 
 
 def pod_tolerations(spec: TrainingJobSpec, device: DeviceKind) -> tuple[Toleration, ...]:
-    """The job's, and of a pod with devices that of nodes kept for them: what the API server adds where its admission
+    """The job's, and those of nodes kept for the pod's extended resources: what the API server adds where its admission
     plugin ExtendedResourceToleration is on."""
-    own = (Toleration(key=spec.resource_name, operator="Exists", effect="NoSchedule"),) if device == "Cuda" else ()
+    names = [*([spec.pod.resource_name] if device == "Cuda" else ()), *spec.pod.resources.extended]
+    own = [Toleration(key=name, operator="Exists", effect="NoSchedule") for name in names]
     return (*spec.scheduling.tolerations, *(one for one in own if one not in spec.scheduling.tolerations))
 
 
@@ -343,7 +350,7 @@ def _pods_seen(spec: TrainingJobSpec, cluster: ClusterView) -> SeenPods:
     """Nothing for a job that ran out of memory itself: it needs what no pod has shown."""
     if not may_be_seen(spec) or cluster.corrections != NO_CORRECTIONS:
         return NO_PODS_SEEN
-    return SeenPods(cluster.observed_pods, spec.image or cluster.trainer_image)
+    return SeenPods(cluster.observed_pods, spec.pod.image or cluster.trainer_image)
 
 
 def _classes(
@@ -363,14 +370,16 @@ def _class_of(spec: TrainingJobSpec, needs: _Needs, view: NodeView, pod_factor: 
     """The class of a node, still without views: equal for nodes that differ by noise only. A pod takes `pod_factor`
     times the memory that is counted for it."""
     device = device_kind(spec)
-    node = base_node(view, device, spec.resource_name)
+    node = base_node(view, device, spec.pod.resource_name)
     limit = view.allocatable_memory_bytes
     if node is view.profile:
         limit = min(limit, node.host_bytes)
-    if spec.memory.budget.host is None:
+    if spec.pod.resources.memory is not None:
+        limit = min(limit, spec.pod.resources.memory)
+    elif spec.memory.budget.host is None:
         limit = _share(spec, view, limit)
     limit = limit if pod_factor <= 1.0 else int(limit / pod_factor) - MIB
-    plannable = plannable_memory_bytes(limit, needs.runtime_bytes, spec.parallelism.devices_per_node, device)
+    plannable = plannable_memory_bytes(spec, limit, needs.runtime_bytes, device)
     memory = rounded_down(plannable)
     spill = rounded_down(_spill_capacity(spec, needs, view))
     names = view.labels if view.is_declared else (GPU_PRODUCT,) if device == "Cuda" else ()
@@ -382,7 +391,7 @@ def _class_of(spec: TrainingJobSpec, needs: _Needs, view: NodeView, pod_factor: 
 
 def _share(spec: TrainingJobSpec, view: NodeView, num_bytes: int) -> int:
     """What a pod may take of a node where the job names no budget: on GPUs as large a share as of the devices."""
-    devices, ranks = view.allocatable_devices.get(spec.resource_name, 0), spec.parallelism.devices_per_node
+    devices, ranks = view.allocatable_devices.get(spec.pod.resource_name, 0), spec.parallelism.devices_per_node
     return num_bytes * ranks // devices if device_kind(spec) == "Cuda" and devices > ranks else num_bytes
 
 
@@ -589,6 +598,7 @@ def _pods_on(view: NodeView, pod: PodResources) -> int:
     ]
     if pod.devices:
         counts.append(view.allocatable_devices.get(pod.resource_name, 0) // pod.devices)
+    counts += [view.allocatable_devices.get(name, 0) // count for name, count in pod.extended]
     return min(counts)
 
 

@@ -132,7 +132,7 @@ class Question:
     @property
     def host_reserve(self) -> int:
         """Per rank: host memory kept free for activations on NVMe, at most."""
-        return (self.job.spec.memory.activations.host_reserve or 0) // self.local_ranks
+        return (self.job.spec.memory.advanced.activations.host_reserve or 0) // self.local_ranks
 
     @property
     def drives(self) -> Drives:

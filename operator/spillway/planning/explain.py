@@ -410,10 +410,10 @@ def lacking(outcome: Infeasible, where: str) -> str:
 
 
 _FIELDS = {
-    "placement": "spec.memory.optimizer.placement",
-    "policy": "spec.memory.activations.policy",
-    "parameters": "spec.memory.parameters.placement",
-    "overlap": "spec.memory.optimizer.overlap",
+    "placement": "spec.memory.advanced.optimizer.placement",
+    "policy": "spec.memory.advanced.activations.policy",
+    "parameters": "spec.memory.advanced.parameters.placement",
+    "overlap": "spec.memory.advanced.optimizer.overlap",
 }
 """Parts of a Question that a job may force."""
 _FIT_AS_WELL = ("Auto", "None", "Forward")

@@ -195,17 +195,17 @@ def _contradiction(question: Question) -> str:
     """Parameters are streamed only with their update on the CPU, and where every rank has whole segments."""
     if question.placement == "Device":
         return (
-            "spec.memory.optimizer.placement = Device: streamed parameters are updated by the CPU beside their homes; "
-            "use Auto, or spec.memory.parameters.placement: Resident"
+            "spec.memory.advanced.optimizer.placement = Device: streamed parameters are updated by the CPU beside "
+            "their homes; use Auto, or spec.memory.advanced.parameters.placement: Resident"
         )
     if question.overlap == "Backward":
         return (
-            "spec.memory.optimizer.overlap = Backward: streamed parameters cannot be updated before it is known that "
-            "this will count; use Auto or Forward, or spec.memory.parameters.placement: Resident"
+            "spec.memory.advanced.optimizer.overlap = Backward: streamed parameters cannot be updated before it is "
+            "known that this will count; use Auto or Forward, or spec.memory.advanced.parameters.placement: Resident"
         )
     return (
         f"spec.parallelism.strategy = {question.strategy}: parameters can be streamed where ranks share nothing; use "
-        f"{' or '.join(sorted(STREAMING_STRATEGIES))}, or spec.memory.parameters.placement: Resident"
+        f"{' or '.join(sorted(STREAMING_STRATEGIES))}, or spec.memory.advanced.parameters.placement: Resident"
     )
 
 
@@ -222,10 +222,10 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
             f"spec.training.globalBatchSize = {spec.training.global_batch_size}: must be a multiple of "
             f"microBatchSize x ranks ({micro_batch_size} x {world_size})"
         )
-    if memory.optimizer.overlap == "Backward" and world_size > 1:
+    if memory.advanced.optimizer.overlap == "Backward" and world_size > 1:
         raise UserError(
-            f"spec.memory.optimizer.overlap = Backward: {world_size} ranks add up their gradients first, so that none "
-            "can be used before; use Auto or Forward"
+            f"spec.memory.advanced.optimizer.overlap = Backward: {world_size} ranks add up their gradients first, so "
+            "that none can be used before; use Auto or Forward"
         )
     strategy = overrides.strategy or parallelism.strategy
     all_devices = node.num_devices if node.device_kind == "Cuda" else local_ranks
@@ -236,10 +236,10 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
             return capacity // all_devices
         return _least(override, budget, capacity) // local_ranks
 
-    if memory.optimizer.overlap == "Forward" and world_size > 1 and strategy in ZERO_STRATEGIES:
+    if memory.advanced.optimizer.overlap == "Forward" and world_size > 1 and strategy in ZERO_STRATEGIES:
         raise UserError(
-            f"spec.memory.optimizer.overlap = Forward: with spec.parallelism.strategy = {strategy} the next forward "
-            "needs the updates of all ranks; use Auto or None, or strategy Ddp or Fsdp"
+            f"spec.memory.advanced.optimizer.overlap = Forward: with spec.parallelism.strategy = {strategy} the next "
+            "forward needs the updates of all ranks; use Auto or None, or strategy Ddp or Fsdp"
         )
     return Question(
         job=job,
@@ -256,10 +256,10 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         micro_batch_size=micro_batch_size,
         mode=memory.mode,
         strategy=strategy,
-        placement=memory.optimizer.placement,
-        overlap=memory.optimizer.overlap,
-        policy=memory.activations.policy,
-        parameters=memory.parameters.placement,
+        placement=memory.advanced.optimizer.placement,
+        overlap=memory.advanced.optimizer.overlap,
+        policy=memory.advanced.activations.policy,
+        parameters=memory.advanced.parameters.placement,
     )
 
 

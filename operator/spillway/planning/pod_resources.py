@@ -100,6 +100,8 @@ class PodResources:
     """Count of `resource_name`; 0 on a CPU."""
     resource_name: str
     """Empty on a CPU."""
+    extended: tuple[tuple[str, int], ...]
+    """Further extended resources: (name, count)."""
     grace_seconds: int
     """terminationGracePeriodSeconds: one step, one checkpoint, and GRACE_SECONDS; at most LONGEST_GRACE_SECONDS."""
 
@@ -108,18 +110,18 @@ def pod_resources(
     spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int, text_bytes: int | None = None
 ) -> PodResources:
     """What a pod with `num_local_ranks` ranks of `plan` needs; `text_bytes` is the size of the text, where known."""
-    shared_memory = shared_memory_bytes(num_local_ranks, plan.device)
     spill = spill_volume_bytes(plan, num_local_ranks, spec.spill.num_volumes)
     on_emptydir = 0 if spec.spill.storage_class_name else spill
     on_cuda = plan.device == "Cuda"
     return PodResources(
-        memory_bytes=memory_bytes(spec, plan, num_local_ranks),
-        shared_memory_bytes=shared_memory,
+        memory_bytes=spec.pod.resources.memory or memory_bytes(spec, plan, num_local_ranks),
+        shared_memory_bytes=shared_memory_bytes(spec, num_local_ranks, plan.device),
         spill_volume_bytes=spill,
         ephemeral_storage_bytes=padded(emptydir_bytes(spec, plan.device, text_bytes) + on_emptydir, MIB),
         cpu_cores=_cores(spec, plan, num_local_ranks),
         devices=num_local_ranks if on_cuda else 0,
-        resource_name=spec.resource_name if on_cuda else "",
+        resource_name=spec.pod.resource_name if on_cuda else "",
+        extended=tuple(sorted(spec.pod.resources.extended.items())),
         grace_seconds=grace_seconds(spec, plan),
     )
 
@@ -131,7 +133,7 @@ def memory_bytes(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) 
     """Of a pod, or of a machine for a local run: processes and plan."""
     runtime = pod_runtime_bytes(spec, num_local_ranks, plan.device, plan.strategy)
     held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
-    return padded(runtime + held + shared_memory_bytes(num_local_ranks, plan.device) + plan.unplanned_bytes, MIB)
+    return padded(runtime + held + shared_memory_bytes(spec, num_local_ranks, plan.device) + plan.unplanned_bytes, MIB)
 
 
 def pod_runtime_bytes(spec: TrainingJobSpec, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
@@ -164,9 +166,10 @@ def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
     return ceil(num_local_ranks * held * (1.0 + PLANNED_MARGIN))
 
 
-def least_memory_bytes(runtime: int, num_local_ranks: int, device: str) -> int:
+def least_memory_bytes(spec: TrainingJobSpec, runtime: int, device: str) -> int:
     """What a pod needs for the smallest plan; `runtime` is its `pod_runtime_bytes`."""
-    shared = shared_memory_bytes(num_local_ranks, device)
+    num_local_ranks = spec.parallelism.devices_per_node
+    shared = shared_memory_bytes(spec, num_local_ranks, device)
     return padded(runtime + corpus_build_bytes(num_local_ranks) + shared, MIB)
 
 
@@ -175,16 +178,18 @@ def unplanned_bytes(spec: TrainingJobSpec) -> int:
     return (spec.memory.budget.host or 0) if spec.memory.mode == "Disabled" else 0
 
 
-def shared_memory_bytes(num_local_ranks: int, device: str) -> int:
+def shared_memory_bytes(spec: TrainingJobSpec, num_local_ranks: int, device: str) -> int:
     """Size of the tmpfs on the pod's shared-memory mount."""
+    if spec.pod.resources.shared_memory is not None:
+        return spec.pod.resources.shared_memory
     several = device == "Cuda" and num_local_ranks > 1
     return SHARED_MEMORY_BYTES + (num_local_ranks * NCCL_SHARED_MEMORY_BYTES if several else 0)
 
 
-def plannable_memory_bytes(limit_bytes: int, runtime: int, num_local_ranks: int, device: str) -> int:
+def plannable_memory_bytes(spec: TrainingJobSpec, limit_bytes: int, runtime: int, device: str) -> int:
     """What a plan may hold in the memory of a pod whose limit is `limit_bytes`; negative: the ranks alone need more.
     `runtime` is the pod's `pod_runtime_bytes`."""
-    beside = runtime + shared_memory_bytes(num_local_ranks, device) + MIB
+    beside = runtime + shared_memory_bytes(spec, spec.parallelism.devices_per_node, device) + MIB
     return int((limit_bytes - beside) / (1.0 + PLANNED_MARGIN))
 
 
@@ -233,8 +238,8 @@ def corpus_bytes(spec: TrainingJobSpec, text_bytes: int | None) -> int:
 
 
 def _cores(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> float:
-    if spec.resources.cpu is not None:
-        return max(SMALLEST_REQUEST, spec.resources.cpu)
+    if spec.pod.resources.cpu is not None:
+        return max(SMALLEST_REQUEST, spec.pod.resources.cpu)
     return max(LEAST_CORES, CORES_PER_THREAD * plan.optimizer.num_threads * num_local_ranks)
 
 

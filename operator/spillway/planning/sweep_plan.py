@@ -119,7 +119,7 @@ def _reporting_steps(spec: TrainingJobSpec) -> int:
     """0: nothing says after how many steps figures are needed."""
     if spec.data.evaluation is not None:
         return spec.data.evaluation.every_steps
-    return spec.objective.halving if spec.objective is not None else 0
+    return (spec.objective.halving or 0) if spec.objective is not None else 0
 
 
 def _work(member: MemberPlan) -> MemberWork:
@@ -144,7 +144,7 @@ def _envelope(job: TrainingJob, node: NodeSpec, members: Sequence[MemberPlan], h
     """What the pod and the budgets have to be made for; the rest is the plan of the member that needs most."""
     largest = max(members, key=lambda one: (one.plan.bytes[Tier.DEVICE].total, one.plan.bytes[Tier.HOST].total)).plan
     slowest = max((one.plan.prediction for one in members), key=lambda one: one.step_seconds)
-    halves = job.spec.objective is not None and job.spec.objective.halving > 0
+    halves = job.spec.objective is not None and job.spec.objective.halving is not None
     parks = len(members) > 1 and (how.policy == "RoundRobin" or halves)
     return largest.model_copy(
         update={

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from spillway.api.limits import USER_ID
 from spillway.api.profiles import NodeProfileSpec
 from spillway.errors import ExitCode, Preempted, UserError
 from spillway.feedback.profiles import document, has_rates
@@ -36,7 +37,6 @@ PROBE_SECONDS = 600
 """Time limit of the Job, including waiting for the node."""
 KEPT_SECONDS = 300
 """How long an ended Job is kept if it is not deleted."""
-USER_ID = 1000
 MEMORY_BYTES, DISK_BYTES = 4 * GIB, 2 * GIB
 """The pod's limits: memory for torch and the probe's models; disk for the spill file and its free-space margin."""
 CONTAINER = "probe"

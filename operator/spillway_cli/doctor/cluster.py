@@ -59,13 +59,13 @@ FIXES = {
     "ClaimNotFound": "create the PersistentVolumeClaim, or name an existing one",
     "ClaimNotShared": "use a claim with access mode ReadWriteMany",
     "ClaimNotWritable": "use a claim with access mode ReadWriteOnce or ReadWriteMany",
-    "ContractTooLarge": "shorten spec.env, or move long values to a Secret",
+    "ContractTooLarge": "shorten spec.pod.env, or move long values to a Secret",
     "NoReport": "see `spillway logs`: a trainer that hangs is ended after lifecycle.stallSeconds",
     "NoProgress": "see `spillway logs`: the operator ends the attempt",
     "Unschedulable": "free or add a node, or request less",
     "Refused": "fix what the message names: quota, LimitRange, Pod Security or an admission policy",
     "PodsRefused": "fix what the message names: raise the quota or the LimitRange's maximum, or request less",
-    "ContainerWaiting": "check that the image can be pulled (spec.image, spec.imagePullSecrets)",
+    "ContainerWaiting": "check that the image can be pulled (spec.pod.image, spec.pod.imagePullSecrets)",
 }
 """Reason -> what to do."""
 STUCK = ("InvalidSpec", "Unsupported", "NameConflict", "NoNode", "DoesNotFit", "NoReport", "NoProgress")

@@ -201,12 +201,12 @@ def forget_text(run: RunDirectory) -> None:
 
 
 def identity_of(spec: TrainingJobSpec, others: TrainingJobSpec) -> dict[str, Any]:
-    """The parts of the spec that identify a run, including members' overrides. Members may join and leave a sweep
+    """The parts of the spec that identify a run, including what members change. Members may join and leave a sweep
     unless halving rounds compare them: without halving, only members that are also in `others` are included."""
     fixed = spec.model_dump(mode="json", by_alias=True, include=set(IDENTITY))
     halves = any(one.objective is not None and one.objective.halving for one in (spec, others))
     there = {member.name for member in others.members}
-    members = {one.name: dict(one.overrides) for one in spec.members if halves or one.name in there}
+    members = {one.name: one.changes for one in spec.members if halves or one.name in there}
     return {**fixed, "members": members}
 
 

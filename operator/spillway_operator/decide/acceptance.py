@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from pydantic import BaseModel
+
 from spillway.api.limits import GROUP, MAX_SPEC_BYTES, RESERVED_VARIABLES, VERSION
 from spillway.api.manifest import validate
 from spillway.api.rejections import refusals, refusals_in_cluster
@@ -57,6 +59,9 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
         job = validate(TrainingJob, document, name)
     except InvalidJob as error:
         return Refusal(c.INVALID_SPEC, error.problems)
+    if preset := job.spec.pod.network_preset:  # one that exists was replaced by what it holds
+        missing = "not in the OperatorConfig (kubectl get opconf default -o yaml); use one that is, or leave it out"
+        return Refusal(c.INVALID_SPEC, (FieldProblem("spec.pod.networkPreset", preset, missing),))
     return refusal(job) or job
 
 
@@ -89,13 +94,13 @@ def _without_guarantee(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
 
 def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     """Names that the operator sets itself."""
-    for variable in spec.env:
+    for variable in spec.pod.env:
         if variable.name in RESERVED_VARIABLES:
-            yield FieldProblem("spec.env", variable.name, "the operator sets this variable; leave it out")
-    for field, keys in (("labels", spec.pod_overrides.labels), ("annotations", spec.pod_overrides.annotations)):
+            yield FieldProblem("spec.pod.env", variable.name, "the operator sets this variable; leave it out")
+    for field, keys in (("labels", spec.pod.labels), ("annotations", spec.pod.annotations)):
         for key in keys:
             if is_own_key(key):
-                yield FieldProblem(f"spec.podOverrides.{field}", key, "reserved; use another key")
+                yield FieldProblem(f"spec.pod.{field}", key, "reserved; use another key")
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------
@@ -107,11 +112,17 @@ ANY_TIME = ("lifecycle", "suspend", "managed_by")
 
 def changed_fields(before: TrainingJobSpec, after: TrainingJobSpec) -> tuple[str, ...]:
     """Fields of `after` whose values differ from those of a running attempt (`before`), as the API spells them."""
-    return tuple(
-        str(field.alias or name)
-        for name, field in TrainingJobSpec.model_fields.items()
-        if name not in ANY_TIME and getattr(before, name) != getattr(after, name)
-    )
+    found = tuple(name for name in _unequal(before, after) if name not in ANY_TIME)
+    inner = tuple(f"pod.{_alias(after.pod, name)}" for name in _unequal(before.pod, after.pod))
+    return (*(_alias(after, name) for name in found if name != "pod"), *inner)
+
+
+def _unequal(before: BaseModel, after: BaseModel) -> tuple[str, ...]:
+    return tuple(name for name in type(after).model_fields if getattr(before, name) != getattr(after, name))
+
+
+def _alias(fields: BaseModel, name: str) -> str:
+    return type(fields).model_fields[name].alias or name
 
 
 def forbidden_change(before: TrainingJobSpec, after: TrainingJobSpec, attempt: int) -> Refusal | None:

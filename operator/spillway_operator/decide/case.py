@@ -143,19 +143,13 @@ class Case:
 def num_steps(spec: dict[str, Any]) -> int:
     """Steps of the job; for a sweep those of all members, unless successive halving stops some."""
     own = whole(given(spec, "training.steps"), 0)
-    overrides = [given(member, "overrides") for member in _members(spec)]
-    of_members = [_steps_of_member(one if isinstance(one, dict) else {}, own) for one in overrides]
+    of_members = [whole(given(member, "training.steps"), own) for member in _members(spec)]
     return min(sum(of_members) if of_members else own, MAX_COUNT)
 
 
 def _members(spec: dict[str, Any]) -> list[dict[str, Any]]:
     found = spec.get("members")
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-
-
-def _steps_of_member(overrides: dict[str, Any], own: int) -> int:
-    text = overrides.get("training.steps")
-    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= 18 else own
 
 
 def is_over(status: TrainingJobStatus) -> bool:

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spillway.api.job_file import JOB_VERSION, JobFile
-from spillway.api.limits import GROUP, RESERVED_KEYS, RESERVED_PREFIXES, VERSION
+from spillway.api.limits import GROUP, RESERVED_KEYS, RESERVED_PREFIXES, USER_ID, VERSION
+from spillway.api.pod import SecurityContext
 from spillway.api.progress import CA_VARIABLE, TOKEN_AUDIENCE, TOKEN_VARIABLE, URL_VARIABLE
 from spillway.api.status import Attempts, Escalation, PlanStatus
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
@@ -49,8 +50,6 @@ TOKEN_DIRECTORY = "/var/run/spillway"  # noqa: S105
 TOKEN_FILE = "token"  # noqa: S105
 TOKEN_SECONDS = 3600
 TERMINATION_MESSAGE_PATH = "/dev/termination-log"
-USER_ID = 1000
-"""User and group of the pod and its volumes; the image has this user."""
 NODE_LOST_SECONDS = 60
 """Time from the taint of a node that does not answer to the deletion of its pods."""
 NODE_LOST_TAINTS = tuple(Taint(f"node.kubernetes.io/{key}", "", "NoExecute") for key in ("not-ready", "unreachable"))
@@ -242,8 +241,8 @@ def config_map(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> M
     size = sum(len(key) + len(text.encode()) for key, text in data.items())
     if size > LARGEST_CONTRACT:
         raise UserError(
-            f"spec and plan are {format_bytes(size)} as JSON, but a ConfigMap holds 1 MiB: shorten spec.env, or move "
-            "long values to a Secret"
+            f"spec and plan are {format_bytes(size)} as JSON, but a ConfigMap holds 1 MiB: shorten spec.pod.env, or "
+            "move long values to a Secret"
         )
     return {
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(files, owner), "immutable": True, "data": data,
@@ -324,7 +323,7 @@ def is_own_key(key: str) -> bool:
 
 
 def _pod_metadata(files: AttemptFiles) -> dict[str, Any]:
-    overrides = files.job.spec.pod_overrides
+    overrides = files.job.spec.pod
     metadata: dict[str, Any] = {"labels": {**overrides.labels, **own_labels(files)}}
     if overrides.annotations:
         metadata["annotations"] = dict(overrides.annotations)
@@ -339,34 +338,43 @@ def pod_spec(files: AttemptFiles, facts: OperatorFacts) -> dict[str, Any]:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": resources.grace_seconds,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER_ID,
-            "runAsGroup": USER_ID,
-            "fsGroup": USER_ID,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": _security_context(spec.pod.security_context),
         "containers": [_container(files, resources, facts)],
         "volumes": [volume for volume, _ in _volumes(files, resources, facts)],
     }
     if files.job.num_nodes > 1:
         pod["subdomain"] = files.name
+    if spec.pod.host_network:
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     pod |= _scheduling(files)
     optional = {
-        "serviceAccountName": spec.pod_overrides.service_account_name,
+        "serviceAccountName": spec.pod.service_account_name,
         "priorityClassName": spec.scheduling.priority_class_name,
-        "runtimeClassName": spec.runtime_class_name,
-        "imagePullSecrets": [{"name": secret.name} for secret in spec.image_pull_secrets],
+        "runtimeClassName": spec.pod.runtime_class_name,
+        "imagePullSecrets": [{"name": secret.name} for secret in spec.pod.image_pull_secrets],
     }
     return pod | {key: value for key, value in optional.items() if value}
+
+
+def _security_context(asked: SecurityContext) -> dict[str, Any]:
+    made: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    if not asked.assigned_by_cluster:
+        made |= {
+            "runAsUser": asked.run_as_user or USER_ID,
+            "runAsGroup": asked.run_as_group or USER_ID,
+            "fsGroup": asked.fs_group or USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+        }
+    if asked.supplemental_groups:
+        made["supplementalGroups"] = list(asked.supplemental_groups)
+    return made
 
 
 def _container(files: AttemptFiles, resources: PodResources, facts: OperatorFacts) -> dict[str, Any]:
     job = files.job
     return {
         "name": CONTAINER,
-        "image": job.spec.image or facts.trainer_image,
+        "image": job.spec.pod.image or facts.trainer_image,
         "imagePullPolicy": facts.image_pull_policy,
         "command": ["python", "-m", "spillway_trainer.launch", CONTRACT_DIRECTORY],
         "workingDir": SCRATCH_DIRECTORY,
@@ -387,7 +395,7 @@ def _container(files: AttemptFiles, resources: PodResources, facts: OperatorFact
 
 def _environment(spec: TrainingJobSpec, facts: OperatorFacts) -> list[dict[str, Any]]:
     """The job's variables, then ours, which take precedence."""
-    given = [variable.model_dump(mode="json", exclude_none=True) for variable in spec.env]
+    given = [variable.model_dump(mode="json", exclude_none=True) for variable in spec.pod.env]
     own = {"TMPDIR": SCRATCH_DIRECTORY, "HOME": SCRATCH_DIRECTORY}
     if facts.progress_url:
         own |= {
@@ -405,6 +413,7 @@ def _requests(resources: PodResources) -> dict[str, Any]:
     }
     if resources.devices:
         bounded[resources.resource_name] = str(resources.devices)
+    bounded |= {name: str(count) for name, count in resources.extended}
     return {"requests": {"cpu": format_cores(resources.cpu_cores), **bounded}, "limits": bounded}
 
 

@@ -85,7 +85,7 @@ def plan_attempt(
         escalations=with_changes(past.escalations, past.failures, placed.plan),
     )
     threads = past.threads or placed.plan.optimizer.num_threads
-    beside = {"gang": gangs.kind_of(job.spec), "image": job.spec.image or facts.trainer_image}
+    beside = {"gang": gangs.kind_of(job.spec), "image": job.spec.pod.image or facts.trainer_image}
     planned = plan_status(placed, cluster).model_copy(update=beside)
     return attempt_files(job, uid, placed.plan, planned, decision, threads, facts)
 

@@ -28,7 +28,7 @@ def pod_findings(
         scheduled = false(c.SCHEDULED, "Unschedulable", f"{unschedulable.name}: {unschedulable.unschedulable}")
     waiting = next((pod for pod in pods if pod.waiting), None)
     if waiting is not None:
-        corrected = "spec.image" if "image" in waiting.waiting.partition(":")[0].lower() else "spec"
+        corrected = "spec.pod.image" if "image" in waiting.waiting.partition(":")[0].lower() else "spec"
         mend = f"correct {corrected}, then start a new attempt: kubectl delete job {attempt.name} -n " + (
             attempt.namespace
         )

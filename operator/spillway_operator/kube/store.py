@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+from spillway.api.earlier import as_today
 from spillway.api.limits import GROUP
 from spillway.api.status import MAX_ATTEMPTS
 
@@ -159,7 +160,7 @@ def project_job(found: Mapping[str, Any]) -> JobObject:
         generation=metadata.get("generation", 1),
         resource_version=int(metadata["resourceVersion"]),
         creation_time=metadata.get("creationTimestamp") or "",
-        spec=canonical(found.get("spec") or {}),
+        spec=canonical(as_today(found.get("spec") or {})),
         status=canonical(found.get("status") or {}),
         deleting="deletionTimestamp" in metadata,
     )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from spillway.api.profiles import MemoryProfileSpec, NodeProfileSpec
+from spillway.api.profiles import MemoryProfile, NodeProfileSpec
 from spillway.feedback.pod_evidence import PodEvidence
 from spillway.feedback.profiles import observed_corrections, observed_peaks, observed_pods
 from spillway.metrics import TIER_BYTES
@@ -265,15 +265,15 @@ def _with_profile(node: NodeView, profile: NodeProfileSpec | None) -> NodeView:
     return node if profile is None else profiled(node, profile)
 
 
-def _memory_profile(found: Mapping[str, Any]) -> MemoryProfileSpec | None:
+def _memory_profile(found: Mapping[str, Any]) -> MemoryProfile | None:
     try:
-        return MemoryProfileSpec.model_validate(found.get("spec") or {})
+        return MemoryProfile.read(found)
     except ValidationError:  # written by another version
         return None
 
 
-def _known(profiles: Sequence[MemoryProfileSpec]) -> Known:
-    models: dict[str, list[MemoryProfileSpec]] = {}
+def _known(profiles: Sequence[MemoryProfile]) -> Known:
+    models: dict[str, list[MemoryProfile]] = {}
     for profile in profiles:
         if profile.model_fingerprint:  # empty: written by an earlier version
             models.setdefault(profile.model_fingerprint, []).append(profile)

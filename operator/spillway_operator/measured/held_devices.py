@@ -52,7 +52,7 @@ def _held(job: JobObject) -> HeldDevices | None:
     return HeldDevices(
         node_class=plan.node,
         nodes=plan.nodes,
-        resource_name=str(given(spec, "resourceName") or DEFAULT_RESOURCE),
+        resource_name=str(given(spec, "pod.resourceName") or DEFAULT_RESOURCE),
         devices=devices,
         seconds_left=_seconds_left(spec, plan, _read(Progress, status.get("progress"))),
     )

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from spillway.api.job_file import JobFile
 from spillway.api.limits import GROUP, VERSION
-from spillway.api.profiles import MemoryProfileSpec
+from spillway.api.profiles import MemoryProfile, MemoryProfileSpec, MemoryProfileStatus
 from spillway.api.progress import PodMemory
 from spillway.api.status import Escalation, PlanStatus
 from spillway.api.training_job import TrainingJobSpec
@@ -138,7 +138,7 @@ class MemoryProfiles:
     """Called with the namespace of each written profile."""
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
-    """Unix seconds, as in MemoryProfile.spec.observedTime."""
+    """Unix seconds, as in MemoryProfile.status.observedTime."""
     _waiting: dict[Key, ReportedPeaks] = field(default_factory=dict, init=False)
     """Peaks that are not in a profile yet."""
     _ended: dict[Key, RanOut] = field(default_factory=dict, init=False)
@@ -265,14 +265,18 @@ class MemoryProfiles:
             await asyncio.sleep(0)  # do not block the loop with a thousand reports
         if updated is None:
             return True
-        body = {
+        head = {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": "MemoryProfile",
             "metadata": {"name": name, "namespace": namespace},
-            "spec": updated.model_dump(mode="json", exclude_none=True),
         }
         try:
-            await self.client.apply(MEMORY_PROFILES, namespace, name, body)
+            if existing is None:
+                await self.client.apply(
+                    MEMORY_PROFILES, namespace, name, head | {"spec": updated.part(MemoryProfileSpec)}
+                )
+            body = head | {"status": updated.part(MemoryProfileStatus)}
+            await self.client.apply_status(MEMORY_PROFILES, namespace, name, body)
         finally:  # it may have been written even without an answer
             now = self.clock()
             recent = {other: at for other, at in self._written.items() if now - at < PROFILE_SECONDS}
@@ -280,7 +284,7 @@ class MemoryProfiles:
             self.written(namespace)
         return True
 
-    def _with(self, existing: MemoryProfileSpec | None, waiting: Waiting) -> MemoryProfileSpec | None:
+    def _with(self, existing: MemoryProfile | None, waiting: Waiting) -> MemoryProfile | None:
         """The profile with one attempt's news; None if nothing changes or the news is invalid."""
         contract, news, key = waiting.contract, waiting.news, waiting.key
         now = datetime.fromtimestamp(self.wall_clock(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -295,17 +299,17 @@ class MemoryProfiles:
             logger.exception("memory profile was not written", extra=about(key, news.attempt))
             return None
 
-    def _age(self, existing: MemoryProfileSpec | None) -> float:
+    def _age(self, existing: MemoryProfile | None) -> float:
         """Lower bound of the seconds since it was written, whose time has no fraction. Infinite if it was never
         written, or in the future by this clock."""
         written = None if existing is None else known_seconds(existing.observed_time)
         age = float("inf") if written is None else self.wall_clock() - written
         return age - 1.0 if age >= 0 else float("inf")
 
-    async def _existing(self, namespace: str, name: str) -> MemoryProfileSpec | None:
+    async def _existing(self, namespace: str, name: str) -> MemoryProfile | None:
         try:
             found = await self.client.get(MEMORY_PROFILES, namespace, name)
-            return MemoryProfileSpec.model_validate(found.get("spec") or {})
+            return MemoryProfile.read(found)
         except (NotFound, ValidationError):
             return None
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
-from spillway.api.operator_config import CONFIG_NAME, JobDefaults, NodeClass, OperatorConfigSpec, with_defaults
+from spillway.api.operator_config import CONFIG_NAME, NodeClass, OperatorConfigSpec, with_defaults
 from spillway.errors import UserError
 from spillway.placement.cluster_view import NodeView
 from spillway.planning.hardware import resolve_node
@@ -22,7 +22,7 @@ from ..kube.store import Key, canonical
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 15.0
-NO_DEFAULTS = JobDefaults()
+NOTHING = OperatorConfigSpec()
 
 
 class OperatorConfig:
@@ -65,11 +65,11 @@ class OperatorConfig:
 
     def applied(self, job: JobObject) -> tuple[JobObject, tuple[str, ...]]:
         """The job with what it inherits, and the fields that it inherits."""
-        if self._spec.job_defaults == NO_DEFAULTS:
+        if (self._spec.job_defaults, self._spec.network_presets) == (NOTHING.job_defaults, NOTHING.network_presets):
             return job, ()
         known = self._inherited.get(job.key)
         if known is None or known[0] != job.resource_version or known[1].uid != job.uid:
-            spec, fields = with_defaults(json.loads(job.spec), self._spec.job_defaults)
+            spec, fields = with_defaults(json.loads(job.spec), self._spec)
             known = self._inherited[job.key] = job.resource_version, replace(job, spec=canonical(spec)), fields
         return known[1], known[2]
 

@@ -202,7 +202,7 @@ def config(spillway: Installed) -> Iterator[None]:
     """Defaults for all jobs, and a class of nodes that do not exist yet."""
     spec = {
         "jobDefaults": {
-            "env": [{"name": "INHERITED", "value": "yes"}],
+            "pod": {"env": [{"name": "INHERITED", "value": "yes"}]},
             "scheduling": {"tolerations": [KWOK_TOLERATION]},
         },
         "nodeClasses": [{"name": "new-pool", "node": "8xh100", "labels": {POOL: "new", "type": "kwok"}, "cpu": "96"}],
@@ -231,7 +231,7 @@ def test_a_job_shows_its_demand_before_there_is_a_node_and_runs_once_there_is(
     assert {one["key"]: one["values"] for one in term["matchExpressions"]} == {POOL: ["new"], "type": ["kwok"]}
     status = spillway.job(namespace, "first")["status"]
     assert status["plan"]["reason"] == ("no node can carry it; planned for a new new-pool, which does not exist yet")
-    assert status["inherited"] == ["env", "scheduling.tolerations"]
+    assert status["inherited"] == ["pod.env", "scheduling.tolerations"]
     for _ in nodes_of(spillway, [node("new-000", "new", "h100", memory="2Ti")], None):
         spillway.until(is_running, namespace, "first", SECONDS)
         assert node_of(spillway, namespace, "first") == "new-000"

@@ -233,7 +233,7 @@ def create_jobs(spillway: Installed, namespace: str, trainers: bool) -> None:
         for name, steps in ((TRAINS, LONG), (ENDS, 200)):
             jobs.append({**named(one, name), "spec": {**one["spec"], "training": {**training, "steps": steps}}})
     for job in jobs:
-        spillway.create(job)
+        spillway.create(as_earlier(job))
     if trainers:
         for name in TRAINERS:
             spillway.until(lambda job: job["status"].get("progress", {}).get("step", 0) > 0, namespace, name, SECONDS)
@@ -245,9 +245,17 @@ def create_jobs(spillway: Installed, namespace: str, trainers: bool) -> None:
     spillway.wait(namespace, DONE, "Complete", SECONDS)
 
 
+def as_earlier(job: Document) -> Document:
+    """As the earlier schema has it."""
+    spec = dict(job["spec"])
+    if "pod" in spec:
+        spec["podOverrides"] = spec.pop("pod")
+    return {**job, "spec": spec}
+
+
 def ends_at_once(job: Document) -> Document:
     job = running_for_an_hour(job)
-    del job["spec"]["podOverrides"]
+    del job["spec"]["pod"]
     return job
 
 

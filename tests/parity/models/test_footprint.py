@@ -33,7 +33,7 @@ def budget(device: str, host: str = "2Gi") -> dict[str, Any]:
 
 
 def forced(policy: str, placement: str) -> dict[str, Any]:
-    return {"spec.memory.activations.policy": policy, "spec.memory.optimizer.placement": placement}
+    return {"spec.memory.advanced.activations.policy": policy, "spec.memory.advanced.optimizer.placement": placement}
 
 
 def family(architecture: str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def family(architecture: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-STREAM = {"spec.memory.parameters.placement": "Stream"}
+STREAM = {"spec.memory.advanced.parameters.placement": "Stream"}
 BFLOAT16_MOMENTS = {"spec.training.optimizer.moments": "bfloat16"}
 INT8_MOMENTS = {"spec.training.optimizer.moments": "int8"}
 MANY_BATCHES = {"spec.training.microBatchSize": 2, "spec.training.globalBatchSize": 8}
@@ -68,7 +68,7 @@ CASES = {
         | forced("Host", "Host"),
         NODE,
     ),
-    "updated in backward": (forced("Keep", "Host") | {"spec.memory.optimizer.overlap": "Backward"}, NODE),
+    "updated in backward": (forced("Keep", "Host") | {"spec.memory.advanced.optimizer.overlap": "Backward"}, NODE),
     "streamed": (STREAM | forced("Recompute", "Host"), NODE),
     "streamed, tied": (STREAM | forced("Host", "Host") | {"spec.model.config.tieWordEmbeddings": True}, NODE),
     "streamed, float32": (STREAM | forced("Nvme", "Host") | {"spec.model.precision.compute": "float32"}, NODE),
@@ -101,7 +101,7 @@ CASES = {
         NODE,
     ),
     "bfloat16 moments, updated in backward": (
-        BFLOAT16_MOMENTS | forced("Keep", "Host") | {"spec.memory.optimizer.overlap": "Backward"},
+        BFLOAT16_MOMENTS | forced("Keep", "Host") | {"spec.memory.advanced.optimizer.overlap": "Backward"},
         NODE,
     ),
     "bfloat16 moments on NVMe": (BFLOAT16_MOMENTS | forced("Recompute", "Nvme"), NODE),
@@ -114,7 +114,7 @@ CASES = {
         INT8_MOMENTS
         | {"spec.model.config.hiddenSize": 264, "spec.model.config.intermediateSize": 701}
         | forced("Keep", "Host")
-        | {"spec.memory.optimizer.overlap": "Backward"},
+        | {"spec.memory.advanced.optimizer.overlap": "Backward"},
         NODE,
     ),
     "int8 moments on NVMe": (INT8_MOMENTS | forced("Recompute", "Nvme"), NODE),
@@ -206,7 +206,9 @@ LEAN = {
 def test_a_lean_run_needs_no_more_than_planned_and_nearly_that(
     case: str, moves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = SMALL | LEAN[case] | {"spec.training.steps": peak_run.STEPS, "spec.memory.optimizer.placement": "Host"}
+    changes = (
+        SMALL | LEAN[case] | {"spec.training.steps": peak_run.STEPS, "spec.memory.advanced.optimizer.placement": "Host"}
+    )
     every = candidates.groups
     monkeypatch.setattr(search, "groups", lambda question: lean(every(question), moves=moves != "kept"))
     plan = make_plan(job(changes), SLOW_LINK)

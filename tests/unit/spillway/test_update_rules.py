@@ -129,7 +129,7 @@ def test_predicted_states_and_seconds_are_the_rules(
 
 
 def planned(name: str, moments: str = "float32", node: NodeSpec = NODE) -> MemoryPlan:
-    on_device = {"spec.memory.optimizer.placement": "Device"}
+    on_device = {"spec.memory.advanced.optimizer.placement": "Device"}
     decided = make_plan(job(on_device | {OPTIMIZER: {"name": name, "moments": moments}}), node)
     assert isinstance(decided, MemoryPlan)
     return decided
@@ -158,7 +158,10 @@ def test_int8_moments_are_planned_for_gpus_and_ranks_that_divide_nothing() -> No
 
 
 def test_small_budget_never_narrows_float32_moments_automatically() -> None:
-    on_device = {"spec.memory.optimizer.placement": "Device", "spec.memory.activations.policy": "Keep"}
+    on_device = {
+        "spec.memory.advanced.optimizer.placement": "Device",
+        "spec.memory.advanced.activations.policy": "Keep",
+    }
     decided = [
         make_plan(job(on_device | {"spec.memory.budget": {"device": "361Mi"}, f"{OPTIMIZER}.moments": kind}), NODE)
         for kind in ("float32", "bfloat16")

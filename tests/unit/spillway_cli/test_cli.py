@@ -47,7 +47,8 @@ spec:
   training: {steps: 80, sequenceLength: 256, globalBatchSize: 8, microBatchSize: 2}
   memory:
     budget: {device: 64Mi, host: 256Mi, nvme: 1Gi}
-    activations: {policy: Nvme}
+    advanced:
+      activations: {policy: Nvme}
   checkpoint: {everySteps: 20, keep: 2}
 """
 GIB = 2**30
@@ -651,11 +652,11 @@ def test_budgets_may_change_between_invocations(tmp_path: Path) -> None:
     local_run.refuse_another_run(trained(tmp_path), smaller, job_json(tiny_job()))
 
 
-def sweep_job(names: str, halving: int = 0, **overrides: str) -> TrainingJob:
-    """Members of one letter each; `overrides`: learning rate by name."""
+def sweep_job(names: str, halving: int | None = None, **rates: str) -> TrainingJob:
+    """Members of one letter each; `rates`: learning rate by name."""
     job = tiny_job()
     members = tuple(
-        Member(name=name, overrides={"training.optimizer.learningRate": overrides.get(name, "1e-3")}) for name in names
+        Member(name=name, training={"optimizer": {"learningRate": rates.get(name, "1e-3")}}) for name in names
     )
     changes = {"members": members, "objective": Objective(halving=halving)}
     return job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
@@ -675,7 +676,7 @@ def test_a_sweep_that_has_trained_keeps_what_its_members_are(tmp_path: Path) -> 
     run, earlier = trained_sweep(tmp_path, member_event("a", "parked", 3)), job_json(sweep_job("ab"))
     with pytest.raises(UserError, match=r"spec\.members\.b\.training\.optimizer\.learningRate was 1e-3, is now 2e-3"):
         local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), earlier)
-    with pytest.raises(UserError, match=r"spec\.objective\.halving was 0, is now 5"):
+    with pytest.raises(UserError, match=r"spec\.objective\.halving was absent, is now 5"):
         local_run.refuse_another_run(run, sweep_job("ab", halving=5), earlier)
 
 

@@ -76,7 +76,10 @@ def test_an_infeasible_job_and_one_that_is_wrong_are_answers() -> None:
     async def scenario(bench: Bench) -> None:
         small = question(changes={"spec.memory.budget": {"device": "1Mi", "host": "1Mi", "nvme": "0"}})
         wrong = question(
-            changes={"spec.memory.parameters.placement": "Stream", "spec.memory.optimizer.placement": "Device"}
+            changes={
+                "spec.memory.advanced.parameters.placement": "Stream",
+                "spec.memory.advanced.optimizer.placement": "Device",
+            }
         )
         await bench.ask("a", small, wrong)
         await bench.known(small, wrong)

@@ -86,7 +86,7 @@ class Leaf(NamedTuple):
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)}, saved for backward and rebuilt from, was changed after its "
                 "use without a change of its version (by .data or numpy). Change a copy, or make the Spilling with "
-                "lean=False (a TrainingJob: spec.memory.activations.policy: Keep)"
+                "lean=False (a TrainingJob: spec.memory.advanced.activations.policy: Keep)"
             )
         return tensor
 

@@ -64,8 +64,8 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
         raise UserError(f"{where}: parameters cannot be streamed or run segment by segment as well; plan it again")
     if plan.optimizer.overlap == "Backward":
         raise UserError(
-            f"{where}: spec.memory.optimizer.overlap: Backward is for one rank: ranks add their gradients up first; "
-            "use Auto or Forward"
+            f"{where}: spec.memory.advanced.optimizer.overlap: Backward is for one rank: ranks add their gradients "
+            "up first; use Auto or Forward"
         )
     named = dict(model.named_parameters())
     for name, parameter in named.items():

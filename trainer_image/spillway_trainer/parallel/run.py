@@ -64,8 +64,8 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
         raise UserError(f"{where}: parameters cannot be streamed or run segment by segment as well; plan it again")
     if plan.optimizer.overlap != "None":
         raise UserError(
-            f"{where}: spec.memory.optimizer.overlap: Forward is not for this strategy: the next forward needs the "
-            "updates of all ranks; use None or Auto"
+            f"{where}: spec.memory.advanced.optimizer.overlap: Forward is not for this strategy: the next forward "
+            "needs the updates of all ranks; use None or Auto"
         )
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:

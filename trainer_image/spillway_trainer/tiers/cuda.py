@@ -29,8 +29,8 @@ def device_of(local_rank: int) -> torch.device:
     if local_rank >= count:
         raise UserError(
             f"the plan is for Cuda devices, and rank {local_rank} of this node finds {count} of them: give the pod "
-            f"one CUDA device a rank (spec.parallelism.devicesPerNode, spec.resourceName), see that nvidia-smi works "
-            "in it, or set spec.parallelism.device: Cpu in a new job"
+            "one CUDA device a rank (spec.parallelism.devicesPerNode, spec.pod.resourceName), see that nvidia-smi "
+            "works in it, or set spec.parallelism.device: Cpu in a new job"
         )
     return torch.device("cuda", local_rank)
 

@@ -167,7 +167,7 @@ class DeviceLedger:
             f"device memory: {format_bytes(nbytes)} more for {purpose} do not fit into the budget of "
             f"{format_bytes(self.budget_bytes or 0)}; held: {format_bytes(total)} ({holders}). "
             "Raise spec.memory.budget.device, lower spec.training.microBatchSize, or offload more "
-            "(spec.memory.activations.policy, spec.memory.optimizer.placement).",
+            "(spec.memory.advanced.activations.policy, spec.memory.advanced.optimizer.placement).",
             purpose=purpose,
             wanted_bytes=nbytes,
             held_bytes=total,

@@ -26,7 +26,7 @@ def reports(step: int, *values: float) -> list[Value]:
     return [Value(f"m{index}", step, value) for index, value in enumerate(values)]
 
 
-def halving(steps: int, direction: str = "Minimize", metric: str = "EvaluationLoss") -> Objective:
+def halving(steps: int | None, direction: str = "Minimize", metric: str = "EvaluationLoss") -> Objective:
     return Objective.model_validate({"metric": metric, "direction": direction, "halving": steps})
 
 
@@ -71,7 +71,7 @@ def random_sweep(seed: int) -> Sweep:
     values = (0.0, 1.0, 1.0, 2.0, 3.0, NAN, math.inf, -math.inf)  # ties and what is not finite, often
     curves = {one.name: [rng.choice(values) for _ in range(40)] for one in members}
     fails = {one.name: rng.randrange(0, one.num_steps) for one in members if rng.random() < 0.2}
-    objective = halving(rng.choice((0, 1, 2, 3, 5, 50)), rng.choice(("Minimize", "Maximize")))
+    objective = halving(rng.choice((None, 1, 2, 3, 5, 50)), rng.choice(("Minimize", "Maximize")))
     return Sweep(members, curves, fails, objective)
 
 
@@ -79,7 +79,7 @@ def test_rounds_come_at_doubling_steps_and_never_at_the_last_step() -> None:
     assert round_steps(10, 80) == (10, 20, 40)
     assert round_steps(10, 81) == (10, 20, 40, 80)
     assert round_steps(80, 80) == ()
-    assert round_steps(0, 80) == ()
+    assert round_steps(None, 80) == ()
 
 
 def test_twelve_members_become_six_then_three_then_one() -> None:
@@ -148,7 +148,7 @@ def test_shorter_member_is_compared_by_its_last_value_and_never_stopped() -> Non
 
 
 def test_without_halving_everybody_trains_to_the_end() -> None:
-    found = standing(contenders(3), reports(10, 3.0, 1.0, 2.0), halving(0))
+    found = standing(contenders(3), reports(10, 3.0, 1.0, 2.0), halving(None))
     assert (dict(found.until), found.stops, found.best) == ({"m0": 80, "m1": 80, "m2": 80}, (), "m1")
 
 
@@ -162,15 +162,15 @@ def test_best_member_survived_the_most_rounds_and_never_failed() -> None:
     assert standing(members, values, halving(10)).best == "m1"
     assert standing([members[0], replace(members[1], failed=True)], values, halving(10)).best == "m0"
     assert standing([replace(one, failed=True) for one in members], values, halving(10)).best == ""
-    assert standing(members, reports(10, NAN, math.inf), halving(0)).best == ""
+    assert standing(members, reports(10, NAN, math.inf), halving(None)).best == ""
 
 
 def test_newest_value_of_a_member_counts_and_the_last_for_a_repeated_step() -> None:
     members = contenders(2)
     later = [*reports(5, 1.0, 2.0), *reports(6, 3.0, 2.5)]
-    assert standing(members, later, halving(0)).best == "m1"
+    assert standing(members, later, halving(None)).best == "m1"
     again = [*later, Value("m1", 6, 3.5)]
-    assert standing(members, again, halving(0)).best == "m0"
+    assert standing(members, again, halving(None)).best == "m0"
 
 
 def test_nobody_is_best_before_a_value_is_known() -> None:

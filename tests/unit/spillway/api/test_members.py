@@ -47,13 +47,13 @@ def parse_yaml(text: str) -> dict[str, object]:
 
 
 THREE = (
-    '{name: slow, overrides: {training.optimizer.learningRate: "1e-4"}}, '
-    '{name: wide, overrides: {model.config.hiddenSize: "128", training.seed: "3"}}, '
-    "{name: lion, overrides: {training.optimizer.name: Lion}}"
+    '{name: slow, training: {optimizer: {learningRate: "1e-4"}}}, '
+    "{name: wide, model: {config: {hiddenSize: 128}}, training: {seed: 3}}, "
+    "{name: lion, training: {optimizer: {name: Lion}}}"
 )
 
 
-def test_a_member_is_the_job_with_its_overrides_and_without_members() -> None:
+def test_a_member_is_the_job_with_its_own_fields_and_without_members() -> None:
     job = sweep(THREE)
     slow, wide, lion = (member_spec(job.spec, member) for member in job.spec.members)
     assert slow.training.optimizer.learning_rate == 1e-4
@@ -81,17 +81,14 @@ def test_members_are_the_same_after_a_journey_through_json() -> None:
     ("members", "where", "allowed"),
     [
         ("{name: a}, {name: a}", "spec.members[1].name", "give each its own"),
-        ('{name: a, overrides: {memory.mode: Disabled}}', 'spec.members[0].overrides["memory.mode"]', "the whole job"),
-        ('{name: a, overrides: {parallelism.nodes: "2"}}', 'overrides["parallelism.nodes"]', "the whole job"),
-        ('{name: a, overrides: {training.stepz: "2"}}', 'overrides["training.stepz"]', "did you mean steps?"),
-        ('{name: a, overrides: {training.steps: "0"}}', 'overrides["training.steps"]', "at least 1"),
-        ('{name: a, overrides: {training.microBatchSize: "3"}}', "spec.members[0].overrides", "multiple of"),
-        ('{name: a, overrides: {model.config: "null", model.entrypoint: "m:f"}}', 'overrides["model.config"]', "own"),
-        ("{name: a, overrides: {training: x}}", 'overrides["training"]', "training.seed"),
-        ('{name: a, overrides: {data.evaluation: "null"}}', "spec.members[0].overrides", "compared by their"),
-        ('{name: a, overrides: {data.evaluation.seed: "1"}}', "spec.members[0].overrides", "loss on one text"),
-        ('{name: a, overrides: {data.evaluation.fraction: "0.2"}}', "spec.members[0].overrides", "loss on one text"),
-        ('{name: a, overrides: {data.evaluation.sequences: "2"}}', "spec.members[0].overrides", "loss on one text"),
+        ('{name: a, training: {stepz: "2"}}', "spec.members[0].training.stepz", "did you mean steps?"),
+        ('{name: a, training: {steps: 0}}', "spec.members[0].training.steps", "at least 1"),
+        ('{name: a, training: {microBatchSize: 3}}', "spec.members[0].training", "multiple of"),
+        ('{name: a, model: {config: null, entrypoint: "m:f"}}', "spec.members[0].model.config", "own"),
+        ('{name: a, data: {evaluation: null}}', "spec.members[0].data.evaluation", "compared by their"),
+        ('{name: a, data: {evaluation: {seed: 1}}}', "spec.members[0].data.evaluation", "loss on one text"),
+        ('{name: a, data: {evaluation: {fraction: "0.2"}}}', "spec.members[0].data.evaluation", "loss on one text"),
+        ('{name: a, data: {evaluation: {sequences: 2}}}', "spec.members[0].data.evaluation", "loss on one text"),
     ],
 )  # fmt: skip
 def test_what_a_member_cannot_be_is_refused_where_it_stands(members: str, where: str, allowed: str) -> None:
@@ -101,18 +98,18 @@ def test_what_a_member_cannot_be_is_refused_where_it_stands(members: str, where:
 
 def test_sound_members_have_no_problems_and_a_stray_objective_has_one() -> None:
     assert problems_of(sweep(THREE)) == []
-    assert problems_of(sweep('{name: a, overrides: {data.evaluation.everySteps: "10", training.seed: "1"}}')) == []
+    assert problems_of(sweep("{name: a, data: {evaluation: {everySteps: 10}}, training: {seed: 1}}")) == []
     assert [one.path for one in problems_of(sweep(""))] == ["spec.objective"]
 
 
 def test_member_spec_refuses_by_name() -> None:
-    job = sweep('{name: a, overrides: {suspend: "true"}}')
+    job = sweep("{name: a, training: {steps: 0}}")
     with pytest.raises(InvalidJob, match="member a"):
         member_spec(job.spec, job.spec.members[0])
 
 
 def test_members_have_their_own_directories_and_one_corpus_per_vocabulary() -> None:
-    job = sweep(THREE + ', {name: rich, overrides: {model.config.vocabSize: "1024"}}')
+    job = sweep(THREE + ", {name: rich, model: {config: {vocabSize: 1024}}}")
     file = JobFile(
         name="sweep", uid="u", epoch=1, spec=job.spec, output_directory="/out", corpus_directory="/out/corpus",
         checkpoint_directory="/claim/sweep", spill_directory="/spill", termination_message_path="/out/t",

@@ -11,7 +11,7 @@ import yaml
 
 from cases.job_documents import EXAMPLE_JOBS, REMOVED, document, job, text
 from spillway.api.load import load_job, parse_job
-from spillway.api.profiles import MemoryProfileSpec
+from spillway.api.profiles import MemoryProfile
 from spillway.api.rejections import not_used_locally, refusals, refusals_in_cluster
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import ExitCode, FieldProblem, InvalidJob, UserError
@@ -37,24 +37,31 @@ spec:
   memory:
     mode: Auto
     budget: {device: 24Gi, host: 64Gi, nvme: 200Gi}
-    optimizer: {placement: Auto}
-    activations: {policy: Auto}
-    parameters: {placement: Auto}
+    advanced:
+      optimizer: {placement: Auto}
+      activations: {policy: Auto}
+      parameters: {placement: Auto}
     endurance: {driveWritesPerDay: "1"}
   spill: {storageClassName: "", encryption: None}
   members: []
   checkpoint: {everySteps: 200, keep: 2, claim: checkpoints, subPath: "", resume: OwnOnly, from: null}
-  image: ""
-  imagePullSecrets: [{name: registry}]
-  env: [{name: A, value: b}, {name: C, valueFrom: {secretKeyRef: {name: s, key: k}}}]
-  resources: {cpu: "8"}
-  resourceName: nvidia.com/gpu
-  runtimeClassName: ""
-  podOverrides: {labels: {a: b}, annotations: {c: d}, serviceAccountName: trainer}
+  pod:
+    image: ""
+    imagePullSecrets: [{name: registry}]
+    env: [{name: A, value: b}, {name: C, valueFrom: {secretKeyRef: {name: s, key: k}}}]
+    resources: {cpu: "8", memory: 64Gi, sharedMemory: 1Gi, extended: {rdma/hca: 1}}
+    resourceName: nvidia.com/gpu
+    labels: {a: b}
+    annotations: {c: d}
+    serviceAccountName: trainer
+    runtimeClassName: ""
+    securityContext: {assignedByCluster: false, runAsUser: 1, runAsGroup: 1, fsGroup: 1, supplementalGroups: [2]}
+    networkPreset: ""
+    hostNetwork: false
   command: []
   scheduling: {queueName: "", priorityClassName: "", workloadPriorityClassName: "", gang: Auto, nodeSelector: {},
                tolerations: [{operator: Exists}]}
-  lifecycle: {activeDeadlineSeconds: 0, pendingDeadlineSeconds: 0, stallSeconds: 1800, ttlSecondsAfterFinished: null,
+  lifecycle: {activeDeadlineSeconds: 1, pendingDeadlineSeconds: null, stallSeconds: 1800, ttlSecondsAfterFinished: null,
               maxRestarts: 5}
   managedBy: spillway.dev/operator
   suspend: false
@@ -119,8 +126,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "two data sources": ({"spec.data.text": {"path": "/a"}}, "spec.data", "found text and builtin"),
     "no data source": ({"spec.data": {}}, "spec.data", "found none"),
     "an enum in lower case": (
-        {"spec.memory.activations.policy": "keep"},
-        "spec.memory.activations.policy",
+        {"spec.memory.advanced.activations.policy": "keep"},
+        "spec.memory.advanced.activations.policy",
         "one of Auto, Keep, Recompute, Host, Nvme; did you mean Keep?",
     ),
     "a quantity in GB": ({"spec.memory.budget.device": "24GB"}, "spec.memory.budget.device", "for example 24Gi"),
@@ -146,13 +153,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "at most 1024 ranks; nodes x devicesPerNode is 256 x 8 = 2048",
     ),
     "variables that are too long together": (
-        {"spec.env": [{"name": f"V{number}", "value": "x" * 8000} for number in range(5)]},
-        "spec.env",
+        {"spec.pod.env": [{"name": f"V{number}", "value": "x" * 8000} for number in range(5)]},
+        "spec.pod.env",
         "the values have 40000 characters; at most 32768: refer to a Secret",
     ),
     "a label that none is": (
-        {"spec.podOverrides": {"labels": {"team": "a b"}}},
-        "spec.podOverrides.labels.team",
+        {"spec.pod": {"labels": {"team": "a b"}}},
+        "spec.pod.labels.team",
         "",
     ),
     "another apiVersion": ({"apiVersion": "spillway.dev/v1"}, "apiVersion", "must be spillway.dev/v1alpha1"),
@@ -212,13 +219,25 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "Disabled without a bound": ({"spec.memory.mode": "Disabled"}, "spec.memory.budget.host", "required"),
     "Disabled with offloading": (
-        {"spec.memory": {"mode": "Disabled", "budget": {"host": "1Gi"}, "optimizer": {"placement": "Host"}}},
-        "spec.memory.optimizer.placement",
+        {
+            "spec.memory": {
+                "mode": "Disabled",
+                "budget": {"host": "1Gi"},
+                "advanced": {"optimizer": {"placement": "Host"}},
+            }
+        },
+        "spec.memory.advanced.optimizer.placement",
         "keeps everything on the device",
     ),
     "Disabled with overlap": (
-        {"spec.memory": {"mode": "Disabled", "budget": {"host": "1Gi"}, "optimizer": {"overlap": "Forward"}}},
-        "spec.memory.optimizer.overlap",
+        {
+            "spec.memory": {
+                "mode": "Disabled",
+                "budget": {"host": "1Gi"},
+                "advanced": {"optimizer": {"overlap": "Forward"}},
+            }
+        },
+        "spec.memory.advanced.optimizer.overlap",
         "no update to overlap",
     ),
     "a subPath without a claim": (
@@ -305,7 +324,7 @@ RUNNABLE: dict[str, dict[str, Any]] = {
     "a bert": {"spec.model": {"config": sizes("bert")}},
     "a t5": {"spec.model": {"config": sizes("t5")}},
     "adapters": {"spec.model.lora": {"rank": 4, "targetModules": ["q_proj"]}},
-    "streamed parameters": {"spec.memory.parameters.placement": "Stream"},
+    "streamed parameters": {"spec.memory.advanced.parameters.placement": "Stream"},
 }
 BUILT: dict[str, dict[str, Any]] = {
     "spec.model.source": {"spec.model": {"source": {"path": "/m"}}},
@@ -376,9 +395,9 @@ def test_deepspeed_divides_no_adapters_and_fsdp_does() -> None:
 
 
 def test_overlap_with_forward_is_accepted_for_fsdp_and_rejected_for_zero3() -> None:
-    forward = {"spec.memory.optimizer": {"placement": "Host", "overlap": "Forward"}}
+    forward = {"spec.memory.advanced.optimizer": {"placement": "Host", "overlap": "Forward"}}
     (problem,) = refusals_in_cluster(job(forward | {"spec.parallelism.strategy": "Zero3"}))
-    assert (problem.path, problem.problem[-16:]) == ("spec.memory.optimizer.overlap", "or strategy Fsdp")
+    assert (problem.path, problem.problem[-16:]) == ("spec.memory.advanced.optimizer.overlap", "or strategy Fsdp")
     assert refusals_in_cluster(job(forward | {"spec.parallelism.strategy": "Fsdp"})) == []
 
 
@@ -398,13 +417,13 @@ def test_a_number_in_a_word_is_no_slip_and_one_too_long_is_no_string(path: str, 
 
 
 def test_half_a_core_can_be_asked_for() -> None:
-    assert job({"spec.resources.cpu": "500m"}).spec.resources.cpu == 0.5
-    assert job({"spec.resources.cpu": 2}).spec.model_dump(mode="json")["resources"] == {"cpu": "2"}
+    assert job({"spec.pod.resources.cpu": "500m"}).spec.pod.resources.cpu == 0.5
+    assert job({"spec.pod.resources.cpu": 2}).spec.model_dump(mode="json")["pod"]["resources"]["cpu"] == "2"
 
 
 def test_a_profile_reads_what_it_writes() -> None:
-    written = MemoryProfileSpec(fingerprint="0123456789abcdef", world_size=2, count=1)
-    assert MemoryProfileSpec.model_validate(written.model_dump(mode="json", exclude_none=True)) == written
+    written = MemoryProfile(fingerprint="0123456789abcdef", world_size=2, count=1)
+    assert MemoryProfile.model_validate(written.model_dump(mode="json", exclude_none=True)) == written
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
@@ -610,9 +629,13 @@ def test_enums_are_camel_case_but_for_names_of_others() -> None:
 
 def test_fields_without_local_meaning_are_listed_when_they_were_set() -> None:
     spec = job(
-        {"spec.scheduling": {"queueName": "a", "nodeSelector": {"x": "y"}}, "spec.image": "i", "spec.suspend": False}
+        {
+            "spec.scheduling": {"queueName": "a", "nodeSelector": {"x": "y"}},
+            "spec.pod.image": "i",
+            "spec.suspend": False,
+        }
     ).spec
-    assert not_used_locally(spec) == ["spec.image", "spec.scheduling.queueName", "spec.scheduling.nodeSelector"]
+    assert not_used_locally(spec) == ["spec.pod.image", "spec.scheduling.queueName", "spec.scheduling.nodeSelector"]
 
 
 def test_a_plain_job_uses_every_field_it_sets() -> None:

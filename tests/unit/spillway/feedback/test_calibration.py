@@ -50,8 +50,8 @@ NODE = replace(
     float32_values_per_second=5e9,
     operation_overhead_seconds=2e-5,
 )
-SPILLED = {"spec.memory.activations.policy": "Nvme", "spec.memory.optimizer.placement": "Host",
-           "spec.memory.parameters.placement": "Resident"}  # fmt: skip
+SPILLED = {"spec.memory.advanced.activations.policy": "Nvme", "spec.memory.advanced.optimizer.placement": "Host",
+           "spec.memory.advanced.parameters.placement": "Resident"}  # fmt: skip
 FACTORS = st.floats(0.1, 10.0)
 
 
@@ -82,7 +82,7 @@ def factors(found: list[Correction]) -> dict[str, float]:
 # --- a plan says what its steps ask for -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [None, SPILLED, {"spec.memory.activations.policy": "Recompute"}])
+@pytest.mark.parametrize("changes", [None, SPILLED, {"spec.memory.advanced.activations.policy": "Recompute"}])
 @pytest.mark.parametrize("node", [NODE, resolve_node("h100")], ids=["cpu", "h100"])
 def test_the_phases_of_a_prediction_add_up_to_its_step(changes: dict[str, Any] | None, node: NodeSpec) -> None:
     prediction = plan(changes, node).prediction
@@ -90,7 +90,7 @@ def test_the_phases_of_a_prediction_add_up_to_its_step(changes: dict[str, Any] |
     assert min(prediction.phase_seconds.values()) >= 0.0
 
 
-@pytest.mark.parametrize("changes", [None, {"spec.memory.activations.policy": "Recompute"}, SPILLED])
+@pytest.mark.parametrize("changes", [None, {"spec.memory.advanced.activations.policy": "Recompute"}, SPILLED])
 def test_what_a_plan_asks_for_costs_at_its_nodes_rates_what_it_predicted(changes: dict[str, Any] | None) -> None:
     """Both passes of a micro-batch; of a spilled plan that lets no copy overlap, only what computes."""
     prediction = plan(changes).prediction
@@ -146,7 +146,7 @@ def test_known_factors_come_back(compute: float, update: float) -> None:
     assert found.get(UPDATE, update) == pytest.approx(update)
 
 
-@pytest.mark.parametrize("changes", [None, SPILLED, {"spec.memory.activations.policy": "Recompute"}])
+@pytest.mark.parametrize("changes", [None, SPILLED, {"spec.memory.advanced.activations.policy": "Recompute"}])
 def test_a_corrected_node_predicts_what_was_measured(changes: dict[str, Any] | None) -> None:
     prediction = plan(changes).prediction
     measured = {name: 3.0 * seconds for name, seconds in prediction.phase_seconds.items() if name != Phase.WAIT}
@@ -190,9 +190,9 @@ def test_few_bytes_and_short_phases_tell_nothing() -> None:
 
 # --- updates beside forward or backward, and states on NVMe -----------------------------------------------------------
 
-IN_HOST = {"spec.memory.activations.policy": "Keep", "spec.memory.optimizer.placement": "Host",
-           "spec.memory.parameters.placement": "Resident"}  # fmt: skip
-STATES_ON_NVME = {**IN_HOST, "spec.memory.optimizer.placement": "Nvme"}
+IN_HOST = {"spec.memory.advanced.activations.policy": "Keep", "spec.memory.advanced.optimizer.placement": "Host",
+           "spec.memory.advanced.parameters.placement": "Resident"}  # fmt: skip
+STATES_ON_NVME = {**IN_HOST, "spec.memory.advanced.optimizer.placement": "Nvme"}
 H100 = resolve_node("h100")
 
 
@@ -256,7 +256,7 @@ def test_gpu_compute_keeps_its_rate_and_the_cpu_lane_calibrates_the_update() -> 
 
 
 def test_what_a_device_apart_updates_beside_forward_is_not_told() -> None:
-    prediction = plan({**IN_HOST, "spec.memory.optimizer.placement": "Interleaved"}, H100).prediction
+    prediction = plan({**IN_HOST, "spec.memory.advanced.optimizer.placement": "Interleaved"}, H100).prediction
     on_h100 = rank_rates(H100, 1, 1, "bfloat16")
     assert not_told(prediction.work, on_h100, "None") == []
     (said,) = not_told(prediction.work, on_h100, "Forward")
@@ -291,7 +291,7 @@ def test_nvme_states_calibrate_the_update_by_its_cpu_lane_not_its_phase() -> Non
 
 
 def test_a_disk_that_states_and_activations_share_is_left_as_it_was() -> None:
-    work = plan({**STATES_ON_NVME, "spec.memory.activations.policy": "Nvme"}).prediction.work
+    work = plan({**STATES_ON_NVME, "spec.memory.advanced.activations.policy": "Nvme"}).prediction.work
     found = factors(corrections(work, rates(), with_states_on_nvme(3.0, 3.0, 4.0)))
     assert not {READ, WRITE} & found.keys()
     (said,) = not_told(work, rates(), "None")

@@ -38,7 +38,7 @@ from spillway.units import GIB, MIB
 DEVICE, HOST, NVME = "DeviceOutOfMemory", "HostOutOfMemory", "SpillVolumeFull"
 REASON_OF = {Tier.DEVICE: DEVICE, Tier.HOST: HOST, Tier.NVME: NVME}
 NODE = local_node(2, 512 * MIB, GIB, 8 * GIB)
-SPILLED = {"spec.memory.activations.policy": "Nvme", "spec.memory.optimizer.placement": "Host"}
+SPILLED = {"spec.memory.advanced.activations.policy": "Nvme", "spec.memory.advanced.optimizer.placement": "Host"}
 
 
 def planned(changes: dict[str, Any] | None = None, corrections: Corrections = NO_CORRECTIONS) -> MemoryPlan:
@@ -245,21 +245,23 @@ def test_where_a_budget_ends_bytes_leave_the_device() -> None:
 
 
 def test_full_volume_reduces_spilling_whatever_space_the_node_reports() -> None:
-    before = planned({"spec.memory.activations.policy": "Nvme"})
+    before = planned({"spec.memory.advanced.activations.policy": "Nvme"})
     corrections = corrections_after([failed(before, NVME)])
     assert corrections.nvme_most_bytes is not None
     after = make_plan(job(), NODE, Overrides(corrections=corrections, host_bytes=0, device_bytes=30 * MIB))
     assert before.bytes[Tier.NVME].total > 0
     if isinstance(after, MemoryPlan):
         assert after.bytes[Tier.NVME].total <= before.bytes[Tier.NVME].predicted / (1 + MARGINS[0])
-    forced = make_plan(job({"spec.memory.activations.policy": "Nvme"}), NODE, Overrides(corrections=corrections))
+    forced = make_plan(
+        job({"spec.memory.advanced.activations.policy": "Nvme"}), NODE, Overrides(corrections=corrections)
+    )
     assert isinstance(forced, Infeasible), "all of it on NVMe, as the spec asks, is what failed"
 
 
 def test_a_smaller_micro_batch_is_the_last_rung_and_only_after_a_failure() -> None:
     forced = {
-        "spec.memory.activations.policy": "Keep", "spec.memory.optimizer.placement": "Device",
-        "spec.memory.parameters.placement": "Resident", "spec.memory.optimizer.overlap": "None",
+        "spec.memory.advanced.activations.policy": "Keep", "spec.memory.advanced.optimizer.placement": "Device",
+        "spec.memory.advanced.parameters.placement": "Resident", "spec.memory.advanced.optimizer.overlap": "None",
     }  # fmt: skip
     before = planned(forced)
     limit = before.bytes[Tier.DEVICE].total

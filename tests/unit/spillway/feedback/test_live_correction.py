@@ -26,7 +26,7 @@ from spillway.units import GIB, MIB
 KUBELET_EVICTS_BELOW = 0.10
 """its default: nodefs.available"""
 NODE = local_node(2, 4 * GIB, 4 * GIB, 64 * GIB)
-ON_NVME = {"spec.memory.activations.policy": "Nvme"}
+ON_NVME = {"spec.memory.advanced.activations.policy": "Nvme"}
 
 
 def volume(**changes: int) -> SpillVolume:
@@ -135,7 +135,7 @@ def plan(changes: dict[str, Any], overrides: Overrides | None = None) -> MemoryP
 
 
 def reserved(size: str, **more: object) -> dict[str, Any]:
-    return ON_NVME | {"spec.memory.activations.hostReserve": size} | more
+    return ON_NVME | {"spec.memory.advanced.activations.hostReserve": size} | more
 
 
 def test_the_reserve_is_a_ranks_part_and_no_more_than_its_activations() -> None:
@@ -165,11 +165,11 @@ def test_a_job_without_the_field_has_the_plan_it_had() -> None:
 
 
 def test_what_puts_nothing_on_nvme_has_no_reserve() -> None:
-    assert plan({"spec.memory.activations.hostReserve": "1Gi"}).bytes[Tier.HOST].reserve == 0
+    assert plan({"spec.memory.advanced.activations.hostReserve": "1Gi"}).bytes[Tier.HOST].reserve == 0
 
 
 def test_a_reserve_that_finds_no_room_is_said_to_be_missing() -> None:
-    tight = {"spec.memory.budget": {"host": "40Mi"}, "spec.memory.optimizer.placement": "Device"}
+    tight = {"spec.memory.budget": {"host": "40Mi"}, "spec.memory.advanced.optimizer.placement": "Device"}
     found = make_plan(job(reserved("40Mi") | tight), NODE)
     assert isinstance(plan(ON_NVME | tight), MemoryPlan)
     assert isinstance(found, Infeasible)
@@ -181,7 +181,7 @@ def test_a_reserve_that_finds_no_room_is_said_to_be_missing() -> None:
 def test_states_and_activations_make_room_for_the_reserve(host: str, policy: str) -> None:
     node = replace(NODE, bfloat16_flops_per_second=1e10)  # too slow to recompute anything
     changes = {
-        "spec.memory.activations": {"policy": policy, "hostReserve": "24Mi"},
+        "spec.memory.advanced.activations": {"policy": policy, "hostReserve": "24Mi"},
         "spec.memory.budget": {"device": "90Mi", "host": host, "nvme": "4Gi"},
     }
     found = make_plan(job(changes), node)
@@ -197,7 +197,7 @@ def test_states_and_activations_make_room_for_the_reserve(host: str, policy: str
 def test_activations_are_divided_so_that_the_reserve_has_room() -> None:
     changes = {
         "spec.model.config.numLayers": 8,
-        "spec.memory.activations.hostReserve": "30Mi",
+        "spec.memory.advanced.activations.hostReserve": "30Mi",
         "spec.memory.budget": {"host": "200Mi"},
     }
     question = ask(job(changes), NODE)
@@ -239,19 +239,25 @@ def test_peaks_of_a_job_with_a_reserve_are_not_used_as_evidence() -> None:
     ("changes", "problem"),
     [
         (
-            {"spec.memory": {"mode": "Disabled", "budget": {"host": "1Gi"}, "activations": {"hostReserve": "1Mi"}}},
+            {
+                "spec.memory": {
+                    "mode": "Disabled",
+                    "budget": {"host": "1Gi"},
+                    "advanced": {"activations": {"hostReserve": "1Mi"}},
+                }
+            },
             "mode Disabled keeps everything on the device, so nothing can move there; leave it out",
         ),
         (
-            {"spec.memory.activations": {"policy": "Host", "hostReserve": "1Mi"}},
+            {"spec.memory.advanced.activations": {"policy": "Host", "hostReserve": "1Mi"}},
             "policy Host puts no activations on NVMe: leave it out, or use Nvme",
         ),
         (
-            {"spec.memory": {"budget": {"host": "1Mi"}, "activations": {"hostReserve": "2Mi"}}},
+            {"spec.memory": {"budget": {"host": "1Mi"}, "advanced": {"activations": {"hostReserve": "2Mi"}}}},
             "at most budget.host (1Mi), which it is part of",
         ),
         (
-            {"spec.memory.activations.hostReserve": "1Mi", "spec.members": [{"name": "a"}, {"name": "b"}]},
+            {"spec.memory.advanced.activations.hostReserve": "1Mi", "spec.members": [{"name": "a"}, {"name": "b"}]},
             "plans of members are not corrected while they run; leave it out",
         ),
     ],
@@ -260,5 +266,5 @@ def test_a_reserve_of_no_use_is_refused(changes: dict[str, Any], problem: str) -
     with pytest.raises(InvalidJob) as caught:
         job(changes)
     (found,) = caught.value.problems
-    assert found.path == "spec.memory.activations.hostReserve"
+    assert found.path == "spec.memory.advanced.activations.hostReserve"
     assert found.problem.startswith(problem)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases.job_documents import job
-from spillway.api.profiles import LowerBound, LowerBounds, MemoryProfileSpec, ObservedPod
+from spillway.api.profiles import LowerBound, LowerBounds, MemoryProfile, ObservedPod
 from spillway.api.training_job import TrainingJob
 from spillway.feedback.ladder import MemoryFailure
 from spillway.feedback.pod_evidence import (
@@ -65,7 +65,7 @@ def whole(peak: float, limit: float = 4.0) -> PodPeak:
     return PodPeak(int(peak * COUNTED), COUNTED, int(limit * COUNTED), is_whole=True, workload=OWN)
 
 
-def after(*runs: PodPeak, changes: dict[str, Any] | None = None, existing: MemoryProfileSpec | None = None) -> Any:
+def after(*runs: PodPeak, changes: dict[str, Any] | None = None, existing: MemoryProfile | None = None) -> Any:
     """The profile after attempts <job>-1, each of a job of its own, reported so."""
     made = PLAIN if changes is None else placed(changes)
     for number, run in enumerate(runs):
@@ -76,7 +76,7 @@ def after(*runs: PodPeak, changes: dict[str, Any] | None = None, existing: Memor
     return existing
 
 
-def second(*profiles: MemoryProfileSpec, changes: dict[str, Any] | None = None, **known: Any) -> Placement:
+def second(*profiles: MemoryProfile, changes: dict[str, Any] | None = None, **known: Any) -> Placement:
     """The next job where these profiles of its model are known, as the operator puts them together."""
     fingerprint = model_fingerprint(job(changes).spec, "Cpu")
     corrections = {fingerprint: observed_corrections(profiles)}
@@ -131,7 +131,7 @@ def test_request_covers_recent_peaks_and_stays_near_the_counted_bytes(peaks: lis
         told = PodPeak(peak, counted, 16 * GIB, is_whole=True, workload=OWN)
         known = with_peak(known, SPEC, told, f"job-{number}") or known
     assert known is not None
-    profile = MemoryProfileSpec(fingerprint="0" * 16, pod=known)
+    profile = MemoryProfile(fingerprint="0" * 16, pod=known)
     evidence = evidence_of(profile)
     assert evidence is not None
     request = evidence.request_bytes(counted)
@@ -178,11 +178,11 @@ def test_where_one_pod_does_not_speak_for_the_next_nothing_is_kept_or_used(chang
     "changes",
     [
         {"spec.data": {"text": {"path": "/data"}}},
-        {"spec.image": "another"},
-        {"spec.env": [{"name": "A", "value": "b"}]},
-        {"spec.podOverrides": {"labels": {"a": "b"}}},
+        {"spec.pod.image": "another"},
+        {"spec.pod.env": [{"name": "A", "value": "b"}]},
+        {"spec.pod": {"labels": {"a": "b"}}},
         {"spec.training.steps": 2},
-        {"spec.resources.cpu": "3"},
+        {"spec.pod.resources.cpu": "3"},
         {"spec.data.evaluation": {"everySteps": 1}},
     ],
 )
@@ -211,7 +211,7 @@ def test_job_without_an_image_gets_the_counted_bytes_after_an_upgrade() -> None:
     seen = {"observed_pods": observed_pods([profile]), "observed_peaks": {profile.fingerprint: {"device": MIB}}}
     upgraded = place(job(), replace(cluster(**seen), trainer_image="trainer:2"))
     assert isinstance(upgraded, Placement) and upgraded.pod.memory_bytes == COUNTED
-    named = place(job({"spec.image": IMAGE}), replace(cluster(**seen), trainer_image="trainer:2"))
+    named = place(job({"spec.pod.image": IMAGE}), replace(cluster(**seen), trainer_image="trainer:2"))
     assert isinstance(named, Placement) and named.pod.memory_bytes < COUNTED
 
 
@@ -234,7 +234,7 @@ def test_of_runs_that_were_counted_differently_the_least_counts() -> None:
 
 
 def test_another_plan_of_the_model_gets_what_is_counted() -> None:
-    changes = {"spec.memory.activations.policy": "Recompute"}
+    changes = {"spec.memory.advanced.activations.policy": "Recompute"}
     assert second(after(whole(0.5)), changes=changes).pod == placed(changes).pod
 
 
@@ -259,9 +259,9 @@ def test_a_run_of_another_workload_begins_anew() -> None:
 def test_a_profile_that_somebody_filled_with_nonsense_lowers_nothing() -> None:
     for recent in ((), (0,), (0, 0)):
         pod = ObservedPod(workload=OWN, counted=COUNTED, recent=recent, p95=5)
-        assert evidence_of(MemoryProfileSpec(fingerprint="0" * 16, pod=pod)) is None
+        assert evidence_of(MemoryProfile(fingerprint="0" * 16, pod=pod)) is None
     tiny = ObservedPod(workload=OWN, counted=0, recent=(1,), p95=0)
-    (evidence,) = observed_pods([MemoryProfileSpec(fingerprint="0" * 16, pod=tiny)]).values()
+    (evidence,) = observed_pods([MemoryProfile(fingerprint="0" * 16, pod=tiny)]).values()
     assert evidence.request_bytes(COUNTED) >= 0.25 * COUNTED
 
 
@@ -274,13 +274,13 @@ def test_a_profile_of_before_has_no_evidence() -> None:
 
 def test_what_is_written_is_read_again() -> None:
     profile = after(whole(0.5), whole(0.6))
-    assert MemoryProfileSpec.model_validate(profile.model_dump(mode="json", exclude_none=True)) == profile
+    assert MemoryProfile.model_validate(profile.model_dump(mode="json", exclude_none=True)) == profile
 
 
 # --- beside memory that ran out ---------------------------------------------------------------------------------------
 
 
-def ran_out(limit: int, asked: TrainingJob | None = None, existing: MemoryProfileSpec | None = None) -> Any:
+def ran_out(limit: int, asked: TrainingJob | None = None, existing: MemoryProfile | None = None) -> Any:
     failure = MemoryFailure(1, OOM_KILLED, PLAIN.plan, limit, max(0, COUNTED - limit))
     return profile_after_failure(existing, (asked or job()).spec, failure, NOW)
 
@@ -320,7 +320,7 @@ def test_a_job_that_ran_out_itself_is_not_lowered() -> None:
 
 def test_second_job_is_sized_right_at_once_when_the_prior_is_off_by_2x() -> None:
     """Killed at what is counted and at 1.25 and 1.875 times that; the fourth attempt gets more and takes 2."""
-    profile: MemoryProfileSpec | None = None
+    profile: MemoryProfile | None = None
     for limit in (1.0, 1.25, 1.875):
         failure = MemoryFailure(
             1, OOM_KILLED, PLAIN.plan.model_copy(update={"unplanned_bytes": int((limit - 1.0) * COUNTED)}),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cases.job_documents import job
 from spillway.api.pod import Member
-from spillway.api.profiles import MemoryProfileSpec, NodeProfileSpec
+from spillway.api.profiles import MemoryProfile, NodeProfileSpec
 from spillway.feedback.ladder import MemoryFailure
 from spillway.feedback.profiles import (
     evidence,
@@ -35,7 +35,7 @@ from spillway.units import GIB, MIB
 
 NODE = local_node(4, 8 * GIB, 8 * GIB, 64 * GIB)
 NOW, LATER = "2026-11-21T14:00:00Z", "2026-11-21T15:00:00Z"
-SPILLED = {"spec.memory.activations.policy": "Nvme", "spec.memory.optimizer.placement": "Host"}
+SPILLED = {"spec.memory.advanced.activations.policy": "Nvme", "spec.memory.advanced.optimizer.placement": "Host"}
 
 
 def plan(changes: dict[str, Any] | None = None, node: NodeSpec = NODE) -> MemoryPlan:
@@ -117,8 +117,8 @@ def test_rates_are_rounded_so_that_nodes_measured_alike_are_alike() -> None:
         {"spec.training.sequenceLength": 128},
         {"spec.training.microBatchSize": 2},
         {"spec.parallelism": {"nodes": 2, "strategy": "Ddp"}},
-        {"spec.memory.optimizer.placement": "Host"},
-        {"spec.memory.activations.policy": "Recompute"},
+        {"spec.memory.advanced.optimizer.placement": "Host"},
+        {"spec.memory.advanced.activations.policy": "Recompute"},
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
     ],
 )
@@ -177,12 +177,12 @@ SPEC, PLAN = job(SPILLED).spec, plan(SPILLED)
 
 
 def update(
-    existing: MemoryProfileSpec | None, peaks: dict[str, int], attempt: str = "demo-1", now: str = NOW
-) -> MemoryProfileSpec | None:
+    existing: MemoryProfile | None, peaks: dict[str, int], attempt: str = "demo-1", now: str = NOW
+) -> MemoryProfile | None:
     return profile_update(existing, SPEC, PLAN, peaks, attempt, now)
 
 
-def updated(existing: MemoryProfileSpec | None, peaks: dict[str, int], attempt: str = "demo-1") -> MemoryProfileSpec:
+def updated(existing: MemoryProfile | None, peaks: dict[str, int], attempt: str = "demo-1") -> MemoryProfile:
     found = update(existing, peaks, attempt)
     assert found is not None
     return found
@@ -247,7 +247,7 @@ def test_a_profile_remembers_so_many_jobs_and_no_more() -> None:
     for number in range(1, 70):
         known = updated(known, PLANNED, f"job-{number}-1")
     assert (known.count, len(known.last_attempts)) == (70, 64)
-    assert MemoryProfileSpec.model_validate(known.model_dump(mode="json", exclude_none=True)) == known
+    assert MemoryProfile.model_validate(known.model_dump(mode="json", exclude_none=True)) == known
 
 
 @pytest.mark.parametrize(("factor", "believed"), [(0.01, 0.25), (0.25, 0.25), (1.0, 1.0), (4.0, 4.0), (100.0, 4.0)])
@@ -282,7 +282,7 @@ def test_what_is_believed_is_in_the_plausible_range(planned: int, reported: int)
 
 @given(st.lists(st.tuples(st.integers(0, 2**40), st.sampled_from(["demo-1", "demo-2"])), max_size=8))
 def test_the_largest_peak_never_falls_and_attempts_only_rise(reports: list[tuple[int, str]]) -> None:
-    known: MemoryProfileSpec | None = None
+    known: MemoryProfile | None = None
     largest = count = 0
     for peak, attempt in reports:
         known = update(known, {"device": peak}, attempt) or known
@@ -294,7 +294,7 @@ def test_the_largest_peak_never_falls_and_attempts_only_rise(reports: list[tuple
 
 def test_a_profile_is_what_its_crd_allows() -> None:
     document = updated(None, PLANNED).model_dump(mode="json", exclude_none=True)
-    assert MemoryProfileSpec.model_validate(document) == updated(None, PLANNED)
+    assert MemoryProfile.model_validate(document) == updated(None, PLANNED)
     assert document["peaks"]["device"]["max"] == str(PLANNED["device"])
     assert len(document["plan"]) <= 512
 
@@ -320,7 +320,7 @@ def failure(
     return MemoryFailure(1, reason, made.model_copy(update={"budget": {**made.budget, Tier.DEVICE: limit}}), GIB)
 
 
-def after(*failures: MemoryFailure, existing: MemoryProfileSpec | None = None) -> MemoryProfileSpec:
+def after(*failures: MemoryFailure, existing: MemoryProfile | None = None) -> MemoryProfile:
     for one in failures:
         existing = profile_after_failure(existing, job().spec, one, NOW) or existing
     assert existing is not None
@@ -401,7 +401,7 @@ def test_quantiles_forget_what_is_long_ago(recent: tuple[int, ...], half: int, m
 
 
 def test_the_peaks_of_the_last_attempts_are_kept_one_for_each() -> None:
-    found: MemoryProfileSpec | None = None
+    found: MemoryProfile | None = None
     spec, made = job().spec, plan()
     for number in range(1, 21):
         for rising in (number, number + 1):

@@ -65,7 +65,7 @@ def test_a_pod_takes_its_devices_share_of_a_gpu_node_unless_budgets_name_more() 
 
 def test_eight_pods_of_one_device_fit_the_node_that_they_are_planned_for() -> None:
     tight = gpu_node("a", allocatable_memory_bytes=64 * GIB)
-    found = placed(tight, changes={**CUDA, "spec.memory.optimizer.placement": "Host"})
+    found = placed(tight, changes={**CUDA, "spec.memory.advanced.optimizer.placement": "Host"})
     assert 8 * found.pod.memory_bytes <= tight.allocatable_memory_bytes
     assert 8 * found.pod.ephemeral_storage_bytes <= tight.allocatable_ephemeral_bytes
 
@@ -173,7 +173,7 @@ def test_pods_with_devices_tolerate_the_taint_of_nodes_kept_for_them() -> None:
 
 VOLUME = {
     "spec.spill.storageClassName": "local-nvme",
-    "spec.memory.activations.policy": "Nvme",
+    "spec.memory.advanced.activations.policy": "Nvme",
     "spec.memory.budget.nvme": "50Gi",
 }
 

@@ -94,7 +94,7 @@ def test_node_with_more_free_memory_is_preferred_and_figures_are_named() -> None
     )
 
 
-IN_HOST_MEMORY = {"spec.memory.optimizer.placement": "Host"}
+IN_HOST_MEMORY = {"spec.memory.advanced.optimizer.placement": "Host"}
 
 
 @pytest.mark.parametrize(("share", "fits"), [(0.2, True), (0.5, True), (0.9, False)])
@@ -150,7 +150,7 @@ def test_of_much_free_memory_a_fiftieth_is_noise(other: float, same: bool) -> No
 
 
 def test_the_scarcest_tier_decides_not_the_sum() -> None:
-    spilled = {"spec.memory.activations.policy": "Nvme"}
+    spilled = {"spec.memory.advanced.activations.policy": "Nvme"}
     found = placed(cluster(node("node-a", host=15.0, nvme=0.01), node("node-b", host=4.0, nvme=50.0)), spilled)
     assert found.preferences[0].node == "node-b"
     assert "of NVMe space free" in found.reason
@@ -459,7 +459,7 @@ NO_GPU_FITS = {"spec.scheduling.nodeSelector": {"pool": "cpu"}}
     [
         (MIXED, {}, "Cuda", "device: Cuda, nodes have nvidia.com/gpu"),
         (cluster(node("node-a")), {}, "Cpu", "device: Cpu, no node has nvidia.com/gpu"),
-        (MIXED, {"spec.resourceName": "example.com/gpu"}, "Cpu", "device: Cpu, no node has example.com/gpu"),
+        (MIXED, {"spec.pod.resourceName": "example.com/gpu"}, "Cpu", "device: Cpu, no node has example.com/gpu"),
         (cluster(node("node-a", labels={"pool": "cpu"}), gpu_node("node-h", H100_LABELS)), NO_GPU_FITS, "Cpu",
          "device: Cpu, Cuda is not possible: none of 2 nodes can carry a pod of this job; the nearest: node-a has 0 "
          "nvidia.com/gpu, a pod needs 1"),
@@ -585,7 +585,7 @@ def test_the_same_view_gives_the_same_placement() -> None:
 def test_a_pod_of_the_plan_fits_its_node(memory: int, disk: int, cores: int, ranks: int, policy: str) -> None:
     changes = {
         "spec.training.globalBatchSize": 64, "spec.parallelism.devicesPerNode": ranks,
-        "spec.memory.activations.policy": policy, "spec.model.config.hiddenSize": 1024,
+        "spec.memory.advanced.activations.policy": policy, "spec.model.config.hiddenSize": 1024,
     }  # fmt: skip
     asked = job(changes)
     view = node("node-a", allocatable_memory_bytes=memory, allocatable_ephemeral_bytes=disk, allocatable_cores=cores)
@@ -598,7 +598,7 @@ def test_a_pod_of_the_plan_fits_its_node(memory: int, disk: int, cores: int, ran
 
 
 def test_device_and_host_tier_of_a_cpu_node_share_its_memory() -> None:
-    found = placed(cluster(node("node-a")), {"spec.memory.optimizer.placement": "Host"})
+    found = placed(cluster(node("node-a")), {"spec.memory.advanced.optimizer.placement": "Host"})
     assert found.plan.budget[Tier.DEVICE] + found.plan.budget[Tier.HOST] < 16 * GIB
 
 
@@ -623,7 +623,7 @@ def test_several_ranks_get_ddp_because_a_run_can_do_nothing_else_yet(device: str
 
 def test_spill_on_a_storage_class_is_not_bounded_by_the_nodes_disk() -> None:
     claimed = {
-        "spec.spill.storageClassName": "fast", "spec.memory.activations.policy": "Nvme",
+        "spec.spill.storageClassName": "fast", "spec.memory.advanced.activations.policy": "Nvme",
         "spec.memory.budget.nvme": "200Gi", "spec.checkpoint.claim": "checkpoints",
     }  # fmt: skip
     found = placed(cluster(node("node-a", allocatable_ephemeral_bytes=GIB)), claimed)

@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_known_too_and_said_in_the_name_of_who_asks(searche
 
 
 def test_the_plan_of_a_sweep_names_its_own_members(searches: list[str]) -> None:
-    members = tuple(Member(name=f"m{seed}", overrides={"training.seed": str(seed)}) for seed in range(3))
+    members = tuple(Member(name=f"m{seed}", training={"seed": seed}) for seed in range(3))
     for name in ("one", "two"):
         alone = job({"metadata.name": name})
         sweep = alone.model_copy(update={"spec": alone.spec.model_copy(update={"members": members})})

@@ -89,34 +89,34 @@ GPU = resolve_node("h100")
 def test_update_overlaps_forward_where_it_pays_or_the_spec_asks_for_it(
     node: NodeSpec, asked: str, placement: str, expected: str
 ) -> None:
-    decided = plan({"spec.memory.optimizer": {"placement": placement, "overlap": asked}}, node)
+    decided = plan({"spec.memory.advanced.optimizer": {"placement": placement, "overlap": asked}}, node)
     assert decided.optimizer.overlap == expected
     (reason,) = [reason for reason in decided.reasons if reason.startswith("overlap:")]
     if not decided.optimizer.offloads:
         assert reason == (
             "overlap: none, because all states are on the device, which updates them itself (the spec asks for Forward)"
         )
-    alone = plan({"spec.memory.optimizer": {"placement": placement, "overlap": "None"}}, node)
+    alone = plan({"spec.memory.advanced.optimizer": {"placement": placement, "overlap": "None"}}, node)
     assert decided.bytes == alone.bytes
     if node is GPU and expected == "Forward":
         assert decided.prediction.step_seconds < alone.prediction.step_seconds
 
 
 def test_a_plan_says_why_nothing_overlaps_its_update() -> None:
-    host = {"spec.memory.optimizer.placement": "Host"}
+    host = {"spec.memory.advanced.optimizer.placement": "Host"}
     zero = {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Zero2"}}
     for changes, node, why in ((host, LOCAL, "same cores"), (host | zero, resolve_node("8xh100"), "of all ranks")):
         (reason,) = [reason for reason in plan(changes, node).reasons if reason.startswith("overlap:")]
         assert reason.endswith(why)
 
 
-UNCLIPPED = {"spec.training.gradientClipping": 0, "spec.memory.optimizer.placement": "Host"}
+UNCLIPPED = {"spec.training.gradientClipping": 0, "spec.memory.advanced.optimizer.placement": "Host"}
 
 
 def test_backward_updates_where_nothing_is_clipped_or_the_spec_asks_for_it() -> None:
-    clipped = {"spec.memory.optimizer.placement": "Host"}
+    clipped = {"spec.memory.advanced.optimizer.placement": "Host"}
     forward, backward = plan(clipped, GPU), plan(UNCLIPPED, GPU)
-    asked = plan(clipped | {"spec.memory.optimizer.overlap": "Backward"}, LOCAL)
+    asked = plan(clipped | {"spec.memory.advanced.optimizer.overlap": "Backward"}, LOCAL)
     assert [decided.optimizer.overlap for decided in (forward, backward, asked)] == ["Forward", "Backward", "Backward"]
     assert backward.optimizer.speculative_parameters > 0
     assert backward.prediction.step_seconds < forward.prediction.step_seconds
@@ -131,21 +131,24 @@ def test_the_second_states_fit_in_the_host_memory_that_is_left() -> None:
         decided = plan(UNCLIPPED | budget("4Gi", host=str(needed - missing)), GPU)
         assert decided.bytes[Tier.HOST].total <= needed - missing
         assert decided.optimizer.speculative_parameters < window
-    least = plan({"spec.memory.optimizer.placement": "Host"}, GPU).bytes[Tier.HOST].total
+    least = plan({"spec.memory.advanced.optimizer.placement": "Host"}, GPU).bytes[Tier.HOST].total
     assert plan(UNCLIPPED | budget("4Gi", host=str(least)), GPU).optimizer.overlap == "Forward"
 
 
 def test_what_streams_cannot_be_updated_before_it_counts() -> None:
-    changes = {"spec.memory.optimizer.overlap": "Backward", "spec.memory.parameters": {"placement": "Stream"}}
+    changes = {
+        "spec.memory.advanced.optimizer.overlap": "Backward",
+        "spec.memory.advanced.parameters": {"placement": "Stream"},
+    }
     with pytest.raises(UserError, match="streamed parameters cannot be updated before"):
         plan(changes)
     assert not plan(
-        {"spec.memory.optimizer.overlap": "Backward", "spec.memory.optimizer.placement": "Host"}
+        {"spec.memory.advanced.optimizer.overlap": "Backward", "spec.memory.advanced.optimizer.placement": "Host"}
     ).parameters.streams
 
 
 def test_ranks_cannot_update_before_they_have_added_up_their_gradients() -> None:
-    changes = {"spec.memory.optimizer.overlap": "Backward", "spec.parallelism": {"devicesPerNode": 2}}
+    changes = {"spec.memory.advanced.optimizer.overlap": "Backward", "spec.parallelism": {"devicesPerNode": 2}}
     with pytest.raises(UserError, match="2 ranks add up their gradients first"):
         plan(changes, resolve_node("8xh100"))
     free = plan(UNCLIPPED | {"spec.parallelism": {"devicesPerNode": 2}}, resolve_node("8xh100"))
@@ -164,7 +167,7 @@ def test_plan_prefers_host_over_nvme_when_both_fit() -> None:
     assert count(decided, Policy.NVME) == 0
 
 
-IN_HOST = {"spec.memory.optimizer.placement": "Host"}
+IN_HOST = {"spec.memory.advanced.optimizer.placement": "Host"}
 
 
 def test_nvme_takes_what_host_memory_cannot() -> None:
@@ -198,7 +201,7 @@ def test_states_go_to_nvme_when_host_memory_fits_only_accumulators() -> None:
 
 
 def test_states_forced_to_nvme_are_all_there_and_their_writes_are_counted() -> None:
-    forced = {"spec.memory.optimizer.placement": "Nvme", "spec.training.steps": 10**8}
+    forced = {"spec.memory.advanced.optimizer.placement": "Nvme", "spec.training.steps": 10**8}
     decided = plan(forced)
     num_parameters = ask(job(forced), LOCAL).shape.num_trained
     assert decided.optimizer.nvme_share == 1.0
@@ -220,7 +223,7 @@ def test_states_are_not_sent_to_drives_that_they_would_wear_out() -> None:
 
 
 def test_nothing_fits_is_said_with_the_bytes_that_nvme_lacks() -> None:
-    forced = {"spec.memory.optimizer.placement": "Nvme"}
+    forced = {"spec.memory.advanced.optimizer.placement": "Nvme"}
     decided = infeasible(forced | budget("1Gi", nvme="20Mi"))
     assert decided.missing_bytes[Tier.NVME] > 12 * ask(job(forced), LOCAL).shape.num_trained - 20 * MIB
     assert set(decided.missing_bytes) == {Tier.NVME}
@@ -252,7 +255,7 @@ def test_of_equally_fast_plans_the_one_that_moves_least_wins() -> None:
 
 def test_where_memory_is_short_less_moves_because_blocks_are_lean() -> None:
     lean = plan(SMALL_HEAD | budget("80Mi"), SLOW)
-    forced = plan(SMALL_HEAD | budget("80Mi") | {"spec.memory.activations.policy": "Host"}, SLOW)
+    forced = plan(SMALL_HEAD | budget("80Mi") | {"spec.memory.advanced.activations.policy": "Host"}, SLOW)
     assert lean.activations.lean
     assert not forced.activations.lean, "a policy means just that"
     assert lean.bytes[Tier.HOST].activations < forced.bytes[Tier.HOST].activations
@@ -280,7 +283,7 @@ def test_nothing_is_rebuilt_where_everything_fits_or_where_no_run_could() -> Non
 
 
 def test_embedding_and_head_are_always_kept() -> None:
-    answers = plan({"spec.memory.activations.policy": "Host"}).activations.answers
+    answers = plan({"spec.memory.advanced.activations.policy": "Host"}).activations.answers
     assert (answers[0], answers[-1]) == (Policy.KEEP, Policy.KEEP)
     assert set(answers[1:-1]) == {Policy.HOST}
     assert len(answers) == 6
@@ -288,7 +291,7 @@ def test_embedding_and_head_are_always_kept() -> None:
 
 @pytest.mark.parametrize("policy", ["Keep", "Recompute", "Host", "Nvme"])
 def test_a_policy_holds_for_every_block(policy: str) -> None:
-    answers = plan({"spec.memory.activations.policy": policy}).activations.answers
+    answers = plan({"spec.memory.advanced.activations.policy": policy}).activations.answers
     assert set(answers[1:-1]) <= {Policy(policy.lower())}
 
 
@@ -299,7 +302,7 @@ def test_a_model_too_small_for_its_policy_is_said_to_stay() -> None:
             "vocabSize": 300,
         },
         "spec.training.sequenceLength": 32,
-        "spec.memory.activations.policy": "Nvme",
+        "spec.memory.advanced.activations.policy": "Nvme",
     }  # fmt: skip
     decided = plan(tiny)
     assert decided.activations.answers == ()
@@ -312,12 +315,12 @@ def test_a_model_too_small_for_its_policy_is_said_to_stay() -> None:
     [("Device", (0.0, 0.0, 1.0)), ("Host", (1.0, 0.0, 0.0)), ("Nvme", (0.0, 0.0, 0.0)), ("Auto", (0.0, 0.0, 1.0))],
 )
 def test_a_placement_is_obeyed(placement: str, expected: tuple[float, float, float]) -> None:
-    optimizer = plan({"spec.memory.optimizer.placement": placement}).optimizer
+    optimizer = plan({"spec.memory.advanced.optimizer.placement": placement}).optimizer
     assert (optimizer.cpu_share, optimizer.streamed_share, optimizer.resident_share) == expected
 
 
 def test_interleaved_uses_cpu_and_device_whatever_is_faster() -> None:
-    optimizer = plan({"spec.memory.optimizer.placement": "Interleaved"}).optimizer
+    optimizer = plan({"spec.memory.advanced.optimizer.placement": "Interleaved"}).optimizer
     assert min(optimizer.cpu_share, optimizer.streamed_share) >= 0.0999
     assert optimizer.resident_share == 0.0
 
@@ -337,7 +340,7 @@ def test_shares_sum_to_one() -> None:
 def test_a_gpu_node_updates_on_cpu_and_device_at_once() -> None:
     """Eight devices share the host's memory bandwidth, so most is streamed there; one device has it for itself. (Beside
     forward, states on their way out would hold up the activations of these plans: then the CPU updates instead.)"""
-    large = LLAMA_70B | {"spec.memory.optimizer.overlap": "None"}
+    large = LLAMA_70B | {"spec.memory.advanced.optimizer.overlap": "None"}
     fields = large["spec.model.config"] | {"numLayers": 16}
     changes = large | {"spec.model.config": fields, "spec.parallelism": {"devicesPerNode": 1}}
     alone, shared = plan(changes, resolve_node("h100")), plan(large, resolve_node("h100"))
@@ -360,7 +363,7 @@ def test_a_gpu_plan_counts_what_its_allocator_takes_beyond_tensors() -> None:
 
 
 def test_the_budget_that_would_fit_on_a_gpu_has_the_allocator_in_it() -> None:
-    node, small = resolve_node("1xh100"), {**LLAMA_8B, "spec.memory.parameters.placement": "Resident"}
+    node, small = resolve_node("1xh100"), {**LLAMA_8B, "spec.memory.advanced.parameters.placement": "Resident"}
     missed = infeasible(small | {"spec.memory.budget.device": "16Gi"}, node)
     assert missed.budget[Tier.DEVICE] == 16 * GIB
     (named,) = re.findall(r"spec.memory.budget.device: (\w+)", missed.nearest)
@@ -430,7 +433,10 @@ def test_disabled_keeps_everything_and_reports_what_is_missing() -> None:
 
 
 def test_advise_runs_the_spec_and_says_what_auto_would_do() -> None:
-    changes = budget("120Mi") | {"spec.memory.mode": "Advise", "spec.memory.activations": {"policy": "Recompute"}}
+    changes = budget("120Mi") | {
+        "spec.memory.mode": "Advise",
+        "spec.memory.advanced.activations": {"policy": "Recompute"},
+    }
     decided = plan(changes)
     assert set(decided.activations.answers[1:-1]) == {Policy.RECOMPUTE}
     assert decided.optimizer.resident_share == 1.0
@@ -495,7 +501,7 @@ def test_what_a_plan_wears_is_its_part_of_the_allowance() -> None:
 
 def test_a_forced_policy_may_wear_the_drives_and_says_so() -> None:
     small_drive = replace(LOCAL, nvme_bytes=GIB)
-    changes = SMALL_HEAD | {"spec.training.steps": 10**8, "spec.memory.activations.policy": "Nvme"}
+    changes = SMALL_HEAD | {"spec.training.steps": 10**8, "spec.memory.advanced.activations.policy": "Nvme"}
     decided = plan(changes, small_drive)
     assert decided.prediction.drive_writes_per_day > 1.0
     assert any("drive writes a day" in reason for reason in decided.reasons)
@@ -525,8 +531,8 @@ def test_a_smaller_micro_batch_is_proposed_and_fits() -> None:
 
 
 def test_forced_parts_that_do_not_fit_are_named() -> None:
-    changes = budget("100Mi") | {"spec.memory.optimizer.placement": "Device"}
-    assert "spec.memory.optimizer.placement: Auto" in infeasible(changes).nearest
+    changes = budget("100Mi") | {"spec.memory.advanced.optimizer.placement": "Device"}
+    assert "spec.memory.advanced.optimizer.placement: Auto" in infeasible(changes).nearest
 
 
 def test_a_node_that_is_too_small_is_said_so_with_figures() -> None:
@@ -566,9 +572,13 @@ SHAPES = st.fixed_dictionaries(
         "spec.model.precision.compute": st.sampled_from(["bfloat16", "float32"]),
         "spec.training.sequenceLength": st.sampled_from([64, 512, 2048]),
         "spec.training.microBatchSize": st.sampled_from([1, 2, 8]),
-        "spec.memory.optimizer.placement": st.sampled_from(["Auto", "Auto", "Device", "Host", "Interleaved", "Nvme"]),
+        "spec.memory.advanced.optimizer.placement": st.sampled_from(
+            ["Auto", "Auto", "Device", "Host", "Interleaved", "Nvme"]
+        ),
         "spec.training.gradientClipping": st.sampled_from([0, 1]),
-        "spec.memory.activations.policy": st.sampled_from(["Auto", "Auto", "Keep", "Recompute", "Host", "Nvme"]),
+        "spec.memory.advanced.activations.policy": st.sampled_from(
+            ["Auto", "Auto", "Keep", "Recompute", "Host", "Nvme"]
+        ),
     }
 )
 BUDGETS = st.tuples(st.integers(1, 2000), st.integers(0, 4000), st.integers(0, 8000))
@@ -691,7 +701,7 @@ def test_a_plan_that_no_run_takes_by_itself_says_what_to_set() -> None:
 
 
 def test_deepspeed_cannot_update_beside_the_next_forward() -> None:
-    forward = {"spec.memory.optimizer": {"placement": "Host", "overlap": "Forward"}}
+    forward = {"spec.memory.advanced.optimizer": {"placement": "Host", "overlap": "Forward"}}
     with pytest.raises(UserError, match=r"overlap = Forward: with .*strategy = Zero2.*Ddp or Fsdp"):
         plan(forward | {"spec.parallelism": {"nodes": 2, "strategy": "Zero2"}})
     assert plan(forward | {"spec.parallelism": {"nodes": 2, "strategy": "Fsdp"}}).optimizer.overlap == "Forward"
@@ -711,7 +721,7 @@ def test_unexplained_infeasible_reports_the_same_bytes_without_a_search() -> Non
 
 
 def test_a_slab_has_slack_within_its_budget() -> None:
-    decided = plan({"spec.memory.optimizer.placement": "Host"})
+    decided = plan({"spec.memory.advanced.optimizer.placement": "Host"})
     planned = decided.bytes[Tier.HOST].total
     assert planned < decided.slab_bytes(Tier.HOST) <= 1.05 * planned + MIB
     tight = decided.model_copy(update={"budget": {**decided.budget, Tier.HOST: planned + 5}})
@@ -749,7 +759,7 @@ def test_a_job_that_fits_without_streaming_is_not_streamed() -> None:
 @pytest.mark.ci
 def test_plans_without_streaming_are_the_best_of_those_without() -> None:
     for changes in ({}, budget("100Mi"), budget("70Mi"), SMALL_HEAD | budget("80Mi", host="120Mi")):
-        free, resident = plan(changes), plan(changes | {"spec.memory.parameters": {"placement": "Resident"}})
+        free, resident = plan(changes), plan(changes | {"spec.memory.advanced.parameters": {"placement": "Resident"}})
         assert free.prediction.step_seconds <= TIE * resident.prediction.step_seconds
 
 
@@ -794,7 +804,7 @@ def test_homes_go_to_nvme_where_host_memory_is_short() -> None:
 
 def test_homes_of_trained_parameters_on_nvme_are_written_by_every_step() -> None:
     trained, frozen = (
-        streamed(budget("10Mi", host="155Mi") | {"spec.memory.activations.policy": "Recompute"}),
+        streamed(budget("10Mi", host="155Mi") | {"spec.memory.advanced.activations.policy": "Recompute"}),
         streamed(budget("12Mi", host="12Mi") | {"spec.model.lora": {"rank": 4}}),
     )
     blocks = sum(home is Tier.NVME for home in trained.parameters.homes)
@@ -833,17 +843,17 @@ def test_one_micro_batch_has_one_order() -> None:
 
 
 def test_a_forced_placement_of_parameters_is_obeyed() -> None:
-    resident = make_plan(job(STREAMED | {"spec.memory.parameters": {"placement": "Resident"}}), LOCAL)
+    resident = make_plan(job(STREAMED | {"spec.memory.advanced.parameters": {"placement": "Resident"}}), LOCAL)
     assert isinstance(resident, Infeasible)
-    assert "spec.memory.parameters.placement: Auto" in resident.nearest
-    all_streamed = plan(DEEP | {"spec.memory.parameters": {"placement": "Stream"}})
+    assert "spec.memory.advanced.parameters.placement: Auto" in resident.nearest
+    all_streamed = plan(DEEP | {"spec.memory.advanced.parameters": {"placement": "Stream"}})
     assert set(all_streamed.parameters.homes[1:-1]) == {Tier.HOST}
 
 
 def test_what_excludes_itself_is_refused_with_what_to_change() -> None:
-    stream = {"spec.memory.parameters": {"placement": "Stream"}}
+    stream = {"spec.memory.advanced.parameters": {"placement": "Stream"}}
     with pytest.raises(UserError, match=r"optimizer.placement = Device: streamed parameters"):
-        make_plan(job(stream | {"spec.memory.optimizer.placement": "Device"}), LOCAL)
+        make_plan(job(stream | {"spec.memory.advanced.optimizer.placement": "Device"}), LOCAL)
     with pytest.raises(UserError, match=r"strategy = Fsdp: parameters can be streamed"):
         make_plan(job(stream | {"spec.parallelism": {"nodes": 2, "strategy": "Fsdp"}}), LOCAL)
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.job_documents import job
+from cases.job_documents import job, member
 from spillway.api.members import solo_specs
-from spillway.api.pod import Member
-from spillway.api.training_job import TrainingJob
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.placement.cluster_view import ClusterView, NodeView
 from spillway.placement.place import Placement, Unplaceable, place
 from spillway.plan import MemoryPlan, Tier
@@ -27,7 +26,7 @@ HEAVY = {"spec.model.config.numLayers": 60}
 """takes more memory than building a corpus"""
 MODEL = job().spec.model
 GPT2 = {"spec.model.config.architecture": "gpt2", "spec.model.config.numKeyValueHeads": 4}
-SPILLED = {"spec.memory.activations.policy": "Nvme", "spec.memory.optimizer.placement": "Host"}
+SPILLED = {"spec.memory.advanced.activations.policy": "Nvme", "spec.memory.advanced.optimizer.placement": "Host"}
 
 
 def plan(changes: dict[str, Any] | None = None, ranks: int = 1, node: NodeSpec | None = None) -> MemoryPlan:
@@ -99,7 +98,7 @@ def test_a_small_model_still_gets_what_building_its_corpus_takes() -> None:
 
 
 def test_a_host_slab_counts_with_its_slack() -> None:
-    offloaded = HEAVY | {"spec.memory.optimizer.placement": "Host"}
+    offloaded = HEAVY | {"spec.memory.advanced.optimizer.placement": "Host"}
     decided = plan(offloaded)
     slab = decided.slab_bytes(Tier.HOST)
     assert slab > decided.bytes[Tier.HOST].total
@@ -150,7 +149,7 @@ def test_a_job_without_planning_gets_the_host_memory_that_it_names() -> None:
 
 
 def test_devices_are_requested_on_a_gpu_only() -> None:
-    gpu = resources({"spec.parallelism.device": "Cuda", "spec.resourceName": "example.com/gpu"}, node=H100)
+    gpu = resources({"spec.parallelism.device": "Cuda", "spec.pod.resourceName": "example.com/gpu"}, node=H100)
     assert (gpu.devices, gpu.resource_name) == (1, "example.com/gpu")
     assert (resources().devices, resources().resource_name) == (0, "")
 
@@ -164,7 +163,7 @@ def test_nccl_gets_shared_memory_where_several_gpus_talk() -> None:
 def test_cores_are_a_quarter_of_the_threads_unless_the_job_says_more() -> None:
     assert plan().optimizer.num_threads == 4
     assert resources().cpu_cores == 1.0
-    assert resources({"spec.resources.cpu": "1500m"}).cpu_cores == 1.5
+    assert resources({"spec.pod.resources.cpu": "1500m"}).cpu_cores == 1.5
 
 
 def test_the_grace_period_has_room_for_a_slow_step_and_a_checkpoint() -> None:
@@ -181,10 +180,10 @@ def test_the_grace_period_has_room_for_a_slow_step_and_a_checkpoint() -> None:
 def test_a_plan_for_what_a_limit_leaves_makes_a_pod_within_the_limit(limit: int, ranks: int) -> None:
     changes = {
         "spec.training.globalBatchSize": 64, "spec.parallelism.devicesPerNode": ranks,
-        "spec.memory.optimizer.placement": "Host", "spec.memory.activations.policy": "Host",
+        "spec.memory.advanced.optimizer.placement": "Host", "spec.memory.advanced.activations.policy": "Host",
     }  # fmt: skip
     asked = job(changes)
-    left = pods.plannable_memory_bytes(limit, pods.runtime_bytes(MODEL, ranks, "Cpu"), ranks, "Cpu")
+    left = pods.plannable_memory_bytes(spec_of(ranks), limit, pods.runtime_bytes(MODEL, ranks, "Cpu"), "Cpu")
     decided = make_plan(asked, local_node(4, left, left, 64 * GIB), shared_memory(asked, left, ranks))
     assert isinstance(decided, MemoryPlan)
     # The fullest plan that the budgets allow.
@@ -220,7 +219,7 @@ def test_all_figures_are_whole_mebibytes() -> None:
 
 
 def test_homes_of_streamed_parameters_are_memory_and_volume_of_the_pod() -> None:
-    stream = {"spec.memory.parameters.placement": "Stream", "spec.memory.optimizer.placement": "Host"}
+    stream = {"spec.memory.advanced.parameters.placement": "Stream", "spec.memory.advanced.optimizer.placement": "Host"}
     decided = plan(HEAVY | stream)
     held = decided.bytes[Tier.HOST].parameters
     assert held > 80 * MIB
@@ -251,7 +250,7 @@ def test_strategies_that_divide_bring_their_libraries() -> None:
 
 def sweep(*overrides: dict[str, str], **changes: Any) -> TrainingJob:
     made = job(changes)
-    members = tuple(Member(name=f"m{index}", overrides=one) for index, one in enumerate(overrides))
+    members = tuple(member(f"m{index}", one) for index, one in enumerate(overrides))
     return made.model_copy(update={"spec": made.spec.model_copy(update={"members": members})})
 
 
@@ -316,7 +315,7 @@ def test_a_sweep_is_planned_for_what_its_largest_member_leaves_of_a_node() -> No
     own, mixed = sweep(SEED, SEED), sweep(SEED, family)
     small, large = (pods.pod_runtime_bytes(one.spec, 1, "Cpu") for one in (own, mixed))
     assert large == pods.runtime_bytes(job(GPT2).spec.model, 1, "Cpu") > small
-    limit = (pods.least_memory_bytes(small, 1, "Cpu") + pods.least_memory_bytes(large, 1, "Cpu")) // 2
+    limit = sum(pods.least_memory_bytes(spec_of(1), one, "Cpu") for one in (small, large)) // 2
     nodes = (NodeView("node", {}, (), 8.0, limit, 100 * GIB, {}),)
     found = [place(one, ClusterView(nodes, None, "", "Prometheus")) for one in (own, mixed)]
     assert isinstance(found[0], Placement)
@@ -327,4 +326,9 @@ def test_a_sweep_is_planned_for_what_its_largest_member_leaves_of_a_node() -> No
 
 
 def least_memory_bytes(num_local_ranks: int, device: str) -> int:
-    return pods.least_memory_bytes(pods.runtime_bytes(MODEL, num_local_ranks, device), num_local_ranks, device)
+    runtime = pods.runtime_bytes(MODEL, num_local_ranks, device)
+    return pods.least_memory_bytes(spec_of(num_local_ranks), runtime, device)
+
+
+def spec_of(ranks: int) -> TrainingJobSpec:
+    return job({"spec.parallelism.devicesPerNode": ranks, "spec.training.microBatchSize": 1}).spec

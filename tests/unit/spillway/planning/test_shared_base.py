@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from cases.job_documents import REMOVED, job
+from cases.job_documents import REMOVED, job, member
 from spillway.api.members import member_spec
-from spillway.api.pod import Member
 from spillway.api.training_job import TrainingJob
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning.hardware import local_node
@@ -27,7 +26,7 @@ RATES = [{"training.optimizer.learningRate": f"{index + 1}e-4"} for index in ran
 
 def sweep(*overrides: Mapping[str, str], **changes: object) -> TrainingJob:
     made = job({name: one for name, one in {**ADAPTERS, **changes}.items() if one is not None})
-    members = tuple(Member(name=f"m{index}", overrides=dict(one)) for index, one in enumerate(overrides))
+    members = tuple(member(f"m{index}", one) for index, one in enumerate(overrides))
     return made.model_copy(update={"spec": made.spec.model_copy(update={"members": members})})
 
 
@@ -93,7 +92,7 @@ def test_members_that_all_fit_attach_together_and_count_the_base_once() -> None:
 
 
 def test_streamed_members_on_one_base_load_it_once_a_round() -> None:
-    streamed = {"spec.memory.parameters": {"placement": "Stream"}, **budget(GIB)}
+    streamed = {"spec.memory.advanced.parameters": {"placement": "Stream"}, **budget(GIB)}
     alone, shared = (planned(sweep(*rates, **streamed)).members[0] for rates in (RATES[:1], RATES))
     assert shared.num_attached > 1
     assert shared.plan.parameters.order == "WeightStationary"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cases.job_documents import job
+from cases.job_documents import job, member
 from spillway.api.field_types import MAX_MEMBERS
-from spillway.api.pod import Member
 from spillway.api.training_job import TrainingJob
 from spillway.plan import Infeasible, MemoryPlan
 from spillway.planning import model_shape, planner
@@ -26,7 +25,7 @@ GRID = [
 
 def sweep(*overrides: dict[str, str], **changes: object) -> TrainingJob:
     made = job(changes)
-    members = tuple(Member(name=f"m{index}", overrides=one) for index, one in enumerate(overrides))
+    members = tuple(member(f"m{index}", one) for index, one in enumerate(overrides))
     return made.model_copy(update={"spec": made.spec.model_copy(update={"members": members})})
 
 

@@ -26,8 +26,8 @@ from spillway_trainer.tiers.volumes import file_system
 
 CORES = 2
 SPEC = {
-    "spec.memory.optimizer.placement": "Host",
-    "spec.memory.parameters.placement": "Resident",
+    "spec.memory.advanced.optimizer.placement": "Host",
+    "spec.memory.advanced.parameters.placement": "Resident",
     "spec.training.sequenceLength": 128,  # an update that is 3 % of a step: less is not calibrated
 }
 

@@ -190,12 +190,12 @@ def test_what_the_server_refuses_is_said_field_by_field(
 ) -> None:
     causes = [
         {"reason": "FieldValueInvalid", "field": "spec.training", "message": "schedule.warmupSteps must be at most"},
-        {"reason": "FieldValueForbidden", "field": "spec.image", "message": "not from this registry"},
+        {"reason": "FieldValueForbidden", "field": "spec.pod.image", "message": "not from this registry"},
     ]
     server.refuses["POST"] = refusal(422, "Invalid", "tiny is invalid", causes=causes)
     assert run_app(["submit", manifest, "-o", "json"]) == 64
     fields = json.loads(capsys.readouterr().out)["error"]["fields"]
-    assert [one["path"] for one in fields] == ["spec.training", "spec.image"]
+    assert [one["path"] for one in fields] == ["spec.training", "spec.pod.image"]
 
 
 def test_dry_run_asks_the_server_and_creates_nothing(

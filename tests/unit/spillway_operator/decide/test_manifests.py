@@ -42,9 +42,13 @@ TWO_PODS = {
         "priorityClassName": "batch",
     },
     "spec.spill.storageClassName": "nvme",
-    "spec.imagePullSecrets": [{"name": "pull"}],
-    "spec.env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}],
-    "spec.podOverrides": {"labels": {"team": "a"}, "annotations": {"note": "b"}, "serviceAccountName": "trainer"},
+    "spec.pod": {
+        "imagePullSecrets": [{"name": "pull"}],
+        "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}],
+        "labels": {"team": "a"},
+        "annotations": {"note": "b"},
+        "serviceAccountName": "trainer",
+    },
 }
 
 
@@ -301,9 +305,7 @@ def test_the_node_class_of_the_plan_is_required() -> None:
 
 
 def test_labels_of_ours_win_over_a_jobs() -> None:
-    template = made({"spec.podOverrides": {"labels": {"spillway.dev/job": "other", "team": "a"}}})["Job"]["spec"][
-        "template"
-    ]
+    template = made({"spec.pod": {"labels": {"spillway.dev/job": "other", "team": "a"}}})["Job"]["spec"]["template"]
     assert template["metadata"]["labels"]["spillway.dev/job"] == "tiny"
     assert template["metadata"]["labels"]["team"] == "a"
 
@@ -317,11 +319,11 @@ def test_variables_of_ours_come_last() -> None:
 def test_a_jobs_own_image_goes_before_the_charts() -> None:
     assert container()["image"] == FACTS.trainer_image
     for image in ("mine:2", f"registry.example/mine@sha256:{'a' * 64}"):
-        assert container({"spec.image": image})["image"] == image
+        assert container({"spec.pod.image": image})["image"] == image
 
 
 def test_a_contract_that_fits_no_configmap_is_refused_with_its_size() -> None:
-    with pytest.raises(UserError, match=r"a ConfigMap holds 1 MiB: shorten spec\.env"):
+    with pytest.raises(UserError, match=r"a ConfigMap holds 1 MiB: shorten spec\.pod\.env"):
         children(files(), owner(), replace(FACTS, progress_ca="x" * 1_000_000))
 
 

@@ -85,7 +85,11 @@ class Bench:
 
     @property
     def found(self) -> list[Object]:
-        return [found["spec"] for (plural, _, _), found in self.api.objects.items() if plural == "memoryprofiles"]
+        return [
+            {**found["spec"], **found["status"]}
+            for (plural, _, _), found in self.api.objects.items()
+            if plural == "memoryprofiles"
+        ]
 
 
 def on_a_bench(scenario: Callable[[Bench], Awaitable[None]]) -> None:
@@ -115,10 +119,10 @@ def test_profile_is_written_at_most_every_half_minute_and_loses_nothing() -> Non
     async def scenario(bench: Bench) -> None:
         for peak in range(300, 310):
             await bench.reported(peak << 20)
-        assert bench.api.count("PATCH") == 1
+        assert bench.api.count("PATCH", "/status") == 1
         bench.seconds += PROFILE_SECONDS
         await bench.profiles.write()
-        assert bench.api.count("PATCH") == 2
+        assert bench.api.count("PATCH", "/status") == 2
         assert bench.found[0]["peaks"]["device"]["max"] == "309Mi"
         assert not bench.profiles._waiting
 
@@ -208,7 +212,7 @@ def test_namesake_with_the_same_peaks_is_compared_with_its_own_contract() -> Non
         bench.api.requests.clear()
         await bench.reported(300 << 20, uid="uid-of-the-namesake")
         assert bench.api.count("GET", "configmaps/demo-1") == 1
-        assert bench.api.count("PATCH") == 0
+        assert bench.api.count("PATCH", "/status") == 0
 
     on_a_bench(scenario)
 
@@ -280,7 +284,7 @@ def test_what_was_not_enough_becomes_a_lower_bound_of_the_plans_profile() -> Non
         bench.profiles.ran_out(cast(JobObject, job), [Escalation(attempt=1, reason="DeviceOutOfMemory")])
         await bench.profiles.write()
         await bench.profiles.write()
-        assert bench.api.count("PATCH") == 1
+        assert bench.api.count("PATCH", "/status") == 1
         (profile,) = bench.found
         assert profile["count"] == 0 and profile["modelFingerprint"]
         assert set(profile["lowerBounds"]) == {"device"}
@@ -298,10 +302,10 @@ def test_a_lower_bound_waits_for_its_profiles_turn() -> None:
         job = SimpleNamespace(key=KEY, uid="uid-demo")
         bench.profiles.ran_out(cast(JobObject, job), [Escalation(attempt=2, reason="OOMKilled")])
         await bench.profiles.write()
-        assert bench.api.count("PATCH") == 1
+        assert bench.api.count("PATCH", "/status") == 1
         bench.seconds += PROFILE_SECONDS
         await bench.profiles.write()
-        assert bench.api.count("PATCH") == 2
+        assert bench.api.count("PATCH", "/status") == 2
         assert set(bench.found[0]["lowerBounds"]) == {"pod"}
         assert not bench.profiles._ended
 
@@ -325,7 +329,7 @@ def test_what_all_jobs_of_a_profile_say_goes_into_one_write() -> None:
     async def scenario(bench: Bench) -> None:
         others(bench, 40)
         await bench.reported(400 << 20)
-        assert bench.api.count("PATCH") == 1
+        assert bench.api.count("PATCH", "/status") == 1
         (profile,) = bench.found
         assert profile["count"] == 41
         assert profile["peaks"]["device"]["max"] == "400Mi"
@@ -358,10 +362,10 @@ def test_an_operator_that_follows_another_one_waits_for_the_profiles_turn() -> N
         await bench.reported(400 << 20)
         bench.seconds += PROFILE_SECONDS - 10.0
         await bench.profiles.write()
-        assert bench.api.count("PATCH") == 1, "the time of the first write is known to the second"
+        assert bench.api.count("PATCH", "/status") == 1, "the time of the first write is known to the second"
         bench.seconds += 1.0
         await bench.profiles.write()
-        assert bench.api.count("PATCH") == 2
+        assert bench.api.count("PATCH", "/status") == 2
         assert bench.found[0]["peaks"]["device"]["max"] == "400Mi"
 
     on_a_bench(scenario)
@@ -373,7 +377,7 @@ def test_a_profile_that_was_written_in_the_future_waits_for_nothing() -> None:
         bench.profiles = bench.operator()
         bench.seconds -= 60.0
         await bench.reported(400 << 20)
-        assert bench.api.count("PATCH") == 2
+        assert bench.api.count("PATCH", "/status") == 2
 
     on_a_bench(scenario)
 

@@ -26,10 +26,10 @@ def test_jobs_are_looked_at_with_what_they_inherit_and_again_when_that_changes()
         await config.load()
         assert config.applied(job) == (job, ())
         for image, count in (("one", 1), ("one", 1), ("two", 2)):
-            put(api, jobDefaults={"image": image})
+            put(api, jobDefaults={"pod": {"image": image}})
             await config.load()
             merged, inherited = config.applied(job)
-            assert (json.loads(merged.spec)["image"], inherited, len(changes)) == (image, ("image",), count)
+            assert (json.loads(merged.spec)["pod"]["image"], inherited, len(changes)) == (image, ("pod.image",), count)
             assert config.applied(job)[0] is merged
         config.forget(job.key)
         api.remove("operatorconfigs", "", "default")
@@ -43,7 +43,7 @@ def test_jobs_are_looked_at_with_what_they_inherit_and_again_when_that_changes()
 def test_without_the_right_or_the_kind_nothing_is_set(code: int) -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         config = OperatorConfig(client, True, lambda: None)
-        put(api, jobDefaults={"image": "one"})
+        put(api, jobDefaults={"pod": {"image": "one"}})
         api.fail("GET", "/operatorconfigs", code)
         await config.load()
         assert config.applied(put_job(api))[1] == ()
@@ -53,7 +53,7 @@ def test_without_the_right_or_the_kind_nothing_is_set(code: int) -> None:
 
 def test_an_operator_without_the_right_does_not_ask() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
-        put(api, jobDefaults={"image": "one"})
+        put(api, jobDefaults={"pod": {"image": "one"}})
         await OperatorConfig(client, False, lambda: None).load()
         assert api.count("GET", "operatorconfigs") == 0
 
@@ -63,14 +63,14 @@ def test_an_operator_without_the_right_does_not_ask() -> None:
 def test_what_was_read_before_stays_if_it_cannot_be_read() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         config = OperatorConfig(client, True, lambda: None)
-        put(api, jobDefaults={"image": "one"})
+        put(api, jobDefaults={"pod": {"image": "one"}})
         await config.load()
         put(api, jobDefaults={"unheard": "of"})
         await config.load()
         api.fail("GET", "/operatorconfigs", 500)
         with pytest.raises(Unavailable):
             await config.load()
-        assert config.applied(put_job(api))[1] == ("image",)
+        assert config.applied(put_job(api))[1] == ("pod.image",)
 
     with_cluster(scenario)
 

@@ -663,7 +663,7 @@ def test_lifecycle_change_causes_no_restart_and_no_message_about_fields() -> Non
     [
         ({"memory": {"budget": {"host": "2Gi"}}}, "spec.memory"),
         ({"scheduling": {"nodeSelector": {"a": "b"}}}, "spec.scheduling"),
-        ({"image": "mended"}, "spec.image"),
+        ({"pod": {"image": "mended"}}, "spec.pod.image"),
     ],
 )
 def test_what_is_used_is_said_where_a_running_job_was_changed(change: dict[str, Any], named: str) -> None:
