@@ -16,7 +16,13 @@ from typing import Any
 
 from spillway.api import crd
 from spillway.api.crd import EARLIER, MEMORY_PROFILE, NODE_PROFILE, OPERATOR_CONFIG, TRAINING_JOB, Kind
-from spillway.api.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH, NUMBER_PATTERN, RESOURCE_PATTERN
+from spillway.api.field_types import (
+    EXTENDED_RESOURCE_NEEDED,
+    MAX_DOMAIN_LENGTH,
+    MAX_DOMAIN_NAME_LENGTH,
+    NUMBER_PATTERN,
+    RESOURCE_PATTERN,
+)
 from spillway.api.limits import GROUP, MANAGER, MAX_NAME_LENGTH, VERSION
 from spillway.api.operator_config import CONFIG_NAME
 from spillway.api.rejections import NOT_IN_CLUSTER, NOT_YET
@@ -185,8 +191,14 @@ def _inside(schema: Schema, step: str) -> tuple[Any, Schema]:
     if step == "[]":
         return 0, schema["items"]
     if step == "*":
-        return "key", schema["additionalProperties"]
+        return f"{_prefix(schema)}key", schema["additionalProperties"]
     return step, schema["properties"][step]
+
+
+def _prefix(schema: Schema) -> str:
+    """Of a map's keys: names of extended resources have a domain."""
+    rules = schema.get("x-kubernetes-validations", [])
+    return "a/" if any(rule["message"] == EXTENDED_RESOURCE_NEEDED for rule in rules) else ""
 
 
 def _union(schema: Schema) -> set[str]:
@@ -261,7 +273,7 @@ def edge(schema: Schema, keyword: str) -> Edge:
             found = Edge((TIME,), "yesterday", ('"yesterday"', "date-time"))
         case "maxProperties":
             value = sample(schema["additionalProperties"])
-            full, beyond = ({f"k{n}": value for n in range(count)} for count in (bound, bound + 1))
+            full, beyond = ({f"{_prefix(schema)}k{n}": value for n in range(count)} for count in (bound, bound + 1))
             found = Edge((full,), beyond, (str(bound + 1), f"must have at most {bound} items"))
         case "minItems":
             found = Edge((items(schema, bound),), items(schema, bound - 1), (f"at least {bound} items",))
@@ -284,7 +296,7 @@ def items(schema: Schema, count: int) -> list[Any]:
 
 def concrete(path: str) -> str:
     """As the API server writes it."""
-    return path.replace("[]", "[0]").replace(".*", ".key")
+    return path.replace("[]", "[0]").replace("extended.*", "extended.a/key").replace(".*", ".key")
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
@@ -519,6 +531,22 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
             {"name": "A", "value": "1", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}
         ]},
         '["value", "valueFrom"]',
+    ),
+    (OPERATOR_CONFIG.kind, "spec.networkPresets[].env[]", 0): _one_of(
+        "spec.networkPresets[0].env[0]",
+        {"spec.networkPresets": [{"name": "ib", "env": [{"name": "A", "value": "1"}]}]},
+        {"spec.networkPresets": [{"name": "ib", "env": [{"name": "A"}]}]},
+        "[]",
+    ),
+    (OPERATOR_CONFIG.kind, "spec.networkPresets[].resources.extended", 0): RuleCase(
+        {"spec.networkPresets": [{"name": "ib", "resources": {"extended": {"rdma/hca": 1}}}]},
+        {"spec.networkPresets": [{"name": "ib", "resources": {"extended": {"cpu": 1}}}]},
+        ("spec.networkPresets[0].resources.extended", "an extended resource is needed"),
+    ),
+    (OPERATOR_CONFIG.kind, "spec.networkPresets[].annotations", 0): RuleCase(
+        {"spec.networkPresets": [{"name": "ib", "annotations": {"k8s.v1.cni.cncf.io/networks": "ib0"}}]},
+        {"spec.networkPresets": [{"name": "ib", "annotations": {"spillway.dev/attempt": "1"}}]},
+        ("spec.networkPresets[0].annotations", "spillway.dev/attempt is reserved"),
     ),
     (MEMORY_PROFILE.kind, "spec.fingerprint", 0): RuleCase(
         {"spec.model": "another"},

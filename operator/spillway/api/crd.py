@@ -118,6 +118,12 @@ _EXTENDED = (
     f"!self.contains('{NATIVE_RESOURCES}')"
 )
 """CEL: not a resource of Kubernetes' own, and short enough for a quota."""
+_EXTENDED_NAMES = [
+    _rule(
+        f"self.all(name, name.matches(r'{RESOURCE_PATTERN}') && {_EXTENDED.replace('self', 'name')})",
+        EXTENDED_RESOURCE_NEEDED,
+    )
+]
 _SUB_PATH = [
     _rule(
         "!self.startsWith('/') && !self.split('/').exists(part, part == '..')",
@@ -256,20 +262,17 @@ JOB_RULES: dict[str, list[Schema]] = {
     "spec.pod.annotations": [_no_reserved_keys()],
     "spec.pod": [
         _rule(
-            "!has(self.resources.extended) || !(self.resourceName in self.resources.extended)",
+            "!has(self.resources) || !has(self.resources.extended) || "
+            "!has(self.resourceName) || !(self.resourceName in self.resources.extended)",
             REQUESTED_BY_PLAN,
             at=".resources.extended",
         )
     ],
-    "spec.pod.resources.extended": [
-        _rule(
-            f"self.all(name, name.matches('{RESOURCE_PATTERN}') && {_EXTENDED.replace('self', 'name')})",
-            EXTENDED_RESOURCE_NEEDED,
-        )
-    ],
+    "spec.pod.resources.extended": _EXTENDED_NAMES,
     "spec.pod.securityContext": [
         _rule(
-            "!self.assignedByCluster || !(has(self.runAsUser) || has(self.runAsGroup) || has(self.fsGroup))",
+            "!has(self.assignedByCluster) || !self.assignedByCluster || "
+            "!(has(self.runAsUser) || has(self.runAsGroup) || has(self.fsGroup))",
             ASSIGNED_BY_CLUSTER,
             at=".assignedByCluster",
         )
@@ -296,6 +299,9 @@ CONFIG_RULES: dict[str, list[Schema]] = {
         )
     ],
     "spec.jobDefaults.pod.env[]": [_one_of("value", "valueFrom")],
+    "spec.networkPresets[].env[]": [_one_of("value", "valueFrom")],
+    "spec.networkPresets[].resources.extended": _EXTENDED_NAMES,
+    "spec.networkPresets[].annotations": [_no_reserved_keys()],
 }
 MEMBER_SECTIONS: dict[str, type[BaseModel]] = {
     f"spec.members[].{name}": section for name, section in (("model", Model), ("data", Data), ("training", Training))
