@@ -200,7 +200,7 @@ def _document(run: Run, layers: int, variant: int) -> dict[str, Any]:
     config = spec["model"]["config"]
     config["numLayers"] *= layers
     config["vocabSize"] += 8 * variant
-    spec["resources"] = {"cpu": str(CORES)}
+    spec["pod"] = {"resources": {"cpu": str(CORES)}}
     if layers > 1:
         del spec["memory"]["budget"]
     return document

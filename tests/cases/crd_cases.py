@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spillway.api import crd
-from spillway.api.crd import EARLIER, MEMORY_PROFILE, NODE_PROFILE, OPERATOR_CONFIG, TRAINING_JOB, Kind
+from spillway.api.crd import MEMORY_PROFILE, NO_FIELD, NODE_PROFILE, OPERATOR_CONFIG, TRAINING_JOB, WRONG_TOGETHER, Kind
+from spillway.api.earlier import MOVED
 from spillway.api.field_types import (
     EXTENDED_RESOURCE_NEEDED,
     MAX_DOMAIN_LENGTH,
@@ -34,7 +35,6 @@ Schema = dict[str, Any]
 KEYWORDS = (
     "enum", "minimum", "maximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "maxProperties",
 )  # fmt: skip
-NO_FIELD = "Not a field any more"
 NOBODY = "crd-cases.test/nobody"
 """managedBy of stored jobs: no operator touches them"""
 
@@ -88,6 +88,7 @@ def fields(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
 
 
 def constraints(kind: Kind) -> Iterator[Constraint]:
+    earlier = ""
     for path, node in fields(schema_of(kind)):
         names = [keyword for keyword in KEYWORDS if keyword in node]
         names += [f"required {name}" for name in node.get("required", [])]
@@ -95,7 +96,9 @@ def constraints(kind: Kind) -> Iterator[Constraint]:
         names += ["format"] if node.get("format") == "date-time" else []
         names += [f"rule {number}" for number in range(len(node.get("x-kubernetes-validations", [])))]
         if node.get("description", "").startswith(NO_FIELD):
-            names = ["rule 0"]
+            names, earlier = ["rule 0"], path
+        elif earlier and path.startswith(earlier):
+            continue
         for name in names:
             yield Constraint(kind.kind, path, name)
 
@@ -120,8 +123,22 @@ SPECS: dict[str, Document] = {
     NODE_PROFILE.kind: {"deviceKind": "Cpu"},
     OPERATOR_CONFIG.kind: {},
 }  # fmt: skip
+GPT2 = {"spec.model.config.architecture": "gpt2"}
+FLOAT16 = {"spec.model.precision.compute": "float16"}
+COMPARED = {"spec.members": [{"name": "a"}], "spec.data.evaluation": {"fraction": "0.1"}}
 COMPANIONS: dict[str, dict[str, Any]] = {
-    "spec.model.config.numKeyValueHeads": {"spec.model.config.numHeads": 1024},
+    "spec.model.config.hiddenSize": GPT2,
+    "spec.model.config.numHeads": GPT2,
+    "spec.model.config.numKeyValueHeads": {"spec.model.config.hiddenSize": 2048, "spec.model.config.numHeads": 1024},
+    "spec.model.source.subPath": {"spec.model": {"source": {"claim": "any"}}},
+    "spec.data.text.subPath": {"spec.data": {"text": {"claim": "any"}}},
+    "spec.data.tokens.subPath": {"spec.data": {"tokens": {"claim": "any"}}},
+    "spec.data.evaluation.text.subPath": {"spec.data.evaluation": {"text": {"claim": "any"}}},
+    **{f"spec.training.lossScale.{name}": FLOAT16 for name in ("initial", "growthInterval")},
+    "spec.training.lossScale.minimum": FLOAT16 | {"spec.training.lossScale": {"initial": 1 << 24}},
+    "spec.training.optimizer.momentum": {"spec.training.optimizer.name": "SgdMomentum"},
+    **{f"spec.objective.{name}": COMPARED for name in ("metric", "direction", "halving")},
+    "spec.scheduling.workloadPriorityClassName": {"spec.scheduling.queueName": "team"},
     "spec.training.schedule.warmupSteps": {"spec.training.steps": 10**12},
     "spec.memory.mode": {"spec.memory.budget.host": "1Gi"},
     "spec.spill.numVolumes": {"spec.spill.storageClassName": "fast"},
@@ -224,7 +241,9 @@ def sample(schema: Schema) -> Any:
     if kind == "array":
         return [sample(schema["items"])] * schema.get("minItems", 0)
     if kind == "string":
+        bounded = _limits_of(schema)
         whole = TIME if schema.get("format") else WHOLE.get(schema.get("pattern", ""))
+        whole = bounded.inside[0] if bounded else whole
         return whole or text(schema, max(1, schema.get("minLength", 0)))
     return schema.get("minimum", 0) if kind == "integer" else True
 
@@ -233,6 +252,10 @@ def text(schema: Schema, length: int) -> str:
     """A text of that length that the pattern allows."""
     if schema.get("format") == "date-time":
         return LONGEST_TIME + "0" * (length - len(LONGEST_TIME))
+    if (bounded := _limits_of(schema)) is not None and length:
+        mantissa, e, exponent = bounded.inside[0].partition("e")
+        mantissa += "" if "." in mantissa else "."
+        return f"{mantissa}{'0' * (length - len(mantissa) - len(e + exponent))}{e}{exponent}"
     if schema.get("pattern") == RESOURCE_PATTERN and length:
         name = "a" * min(MAX_DOMAIN_NAME_LENGTH, max(1, length - len("a/")))
         return f"{'a' * max(1, length - len(name) - 1)}/{name}"
@@ -283,6 +306,21 @@ def edge(schema: Schema, keyword: str) -> Edge:
             assert keyword == "unique", keyword
             found = Edge((items(schema, 2),), [sample(schema["items"])] * 2, ("Duplicate value",))
     return found
+
+
+def _limits_of(schema: Schema) -> Edge | None:
+    """Of a float that has any."""
+    rules = [one for one in schema.get("x-kubernetes-validations", []) if one["rule"].startswith("double(self)")]
+    return limits(rules[0]["rule"], rules[0]["message"]) if rules else None
+
+
+def limits(rule: str, allowed: str) -> Edge:
+    """Of a float: "double(self) > 0.0 && double(self) <= 10.0"."""
+    found = {sign: float(limit) for sign, limit in re.findall(r"double\(self\) (>=|>|<=|<) ([-+.e\d]+)", rule)}
+    inside = found.get("<=", found.get(">=", found.get("<", 2.0) / 2 or found[">"] + 1.0))
+    beyond = {"<=": 2.0, "<": 1.0, ">=": 0.5, ">": 1.0}
+    sign, limit = next(iter(found.items()))
+    return Edge((f"{inside!r}",), f"{limit * beyond[sign]!r}", (allowed,))
 
 
 def items(schema: Schema, count: int) -> list[Any]:
@@ -339,8 +377,7 @@ def _stays_on_its_claim(owner: str) -> RuleCase:
 
 
 EARLIER_VALUES: dict[str, Any] = {
-    "spec.image": "a", "spec.resourceName": "a/b", "spec.runtimeClassName": "a", "spec.imagePullSecrets": [],
-    "spec.env": [], "spec.members[].overrides": {"training.seed": "1"},
+    "image": "a", "resourceName": "a/b", "runtimeClassName": "a", "imagePullSecrets": [], "env": [],
 }  # fmt: skip
 """of fields of earlier schemas that are no maps"""
 NEVER: dict[str, tuple[str, Any]] = {
@@ -361,10 +398,110 @@ def _by_others_alone(path: str, problem: str) -> RuleCase:
     return RuleCase({field: value}, {field: value, "spec.managedBy": MANAGER}, (f"spec.{path}", problem))
 
 
+LORA, OURS = {"spec.model.lora": {"rank": 8}}, {"spec.managedBy": MANAGER}
+TOGETHER: list[tuple[Changes, Changes]] = [
+    ({"spec.model.precision.compute": "float16"}, {"spec.parallelism.strategy": "Zero2"}),
+    ({"spec.training.optimizer.moments": "int8"}, {"spec.parallelism.strategy": "Fsdp"}),
+    (
+        {"spec.training.lossScale": {"initial": 1024}, "spec.model.precision.compute": "float16"},
+        {"spec.model.precision.compute": "bfloat16"},
+    ),
+    (
+        {"spec.model.config.architecture": "gpt2", "spec.model.config.maxPositions": 64},
+        {"spec.training.sequenceLength": 65},
+    ),
+    (LORA, {"spec.model.config.dropout": "0.1"}),
+    (GPT2 | {"spec.model.config.vocabSize": 257}, {"spec.model.config.architecture": "bert"}),
+    (
+        {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
+        {"spec.memory.advanced.optimizer.placement": "Host"},
+    ),
+    (
+        {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
+        {"spec.memory.advanced.optimizer.overlap": "Forward"},
+    ),
+    (
+        {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
+        {"spec.memory.advanced.activations.policy": "Nvme"},
+    ),
+    ({"spec.memory.advanced.activations.hostReserve": "1Mi"}, {"spec.memory.advanced.activations.policy": "Keep"}),
+    ({"spec.members": [{"name": "a"}], "spec.objective": {"metric": "Loss"}}, {"spec.members": []}),
+    ({"spec.members": [{"name": "a"}]}, {"spec.parallelism.nodes": 2}),
+    ({"spec.members": [{"name": "a"}]}, {"spec.parallelism.devicesPerNode": 2}),
+    ({"spec.members": [{"name": "a"}]}, {"spec.parallelism.strategy": "Fsdp"}),
+    ({"spec.members": [{"name": "a"}]}, {"spec.memory.advanced.activations.hostReserve": "1Mi"}),
+    (
+        {"spec.members": [{"name": "a"}], "spec.objective": {"metric": "Loss"}},
+        {"spec.objective": {"metric": "EvaluationLoss"}},
+    ),
+    ({**OURS, "spec.parallelism.strategy": "Zero3"}, {"spec.memory.advanced.optimizer.overlap": "Forward"}),
+    ({**OURS, "spec.parallelism.strategy": "Zero2"}, LORA),
+    ({**OURS, "spec.parallelism.device": "Cuda", "spec.parallelism.nodes": 2}, {"spec.parallelism.strategy": "Fsdp"}),
+    ({"spec.parallelism.nodes": 2, "spec.scheduling.gang": "Auto"}, {"spec.scheduling.gang": "Required"}),
+    (
+        {"spec.scheduling.queueName": "team", "spec.scheduling.workloadPriorityClassName": "high"},
+        {"spec.scheduling.queueName": ""},
+    ),
+]
+"""for each rule of WRONG_TOGETHER what is right, and what makes it wrong"""
+
+
+def _wrong_together(number: int, at: str, problem: str) -> RuleCase:
+    right, wrong = TOGETHER[number]
+    return RuleCase(right, {**right, **wrong}, (f"spec{at}", problem))
+
+
 RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     **{
+        (TRAINING_JOB.kind, "spec", 4 + number): _wrong_together(number, at, problem)
+        for number, (_, at, problem) in enumerate(WRONG_TOGETHER)
+    },
+    **{
+        (TRAINING_JOB.kind, path, 1): RuleCase(
+            {path: {"claim": "any", "subPath": "en"}}, {path: {"path": "/data", "subPath": "en"}},
+            (f"{path}.subPath", "belongs to a claim"),
+        )
+        for path in ("spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text")
+    },
+    (TRAINING_JOB.kind, "spec.model.config", 2): RuleCase(
+        {"spec.model.config.numHeads": 512}, {"spec.model.config.numHeads": 1024},
+        ("spec.model.config.numHeads", "rotary embeddings need an even number"),
+    ),
+    (TRAINING_JOB.kind, "spec.model.config", 3): RuleCase(
+        {"spec.model.config.architecture": "gpt2", "spec.model.config.numHeads": 4,
+         "spec.model.config.numKeyValueHeads": 4},
+        {"spec.model.config.architecture": "gpt2", "spec.model.config.numHeads": 4,
+         "spec.model.config.numKeyValueHeads": 2},
+        ("spec.model.config.numKeyValueHeads", "gpt2 has one per head: leave it out, or write 4"),
+    ),
+    (TRAINING_JOB.kind, "spec.model.config", 4): RuleCase(
+        {"spec.model.config.architecture": "t5", "spec.model.config.tieWordEmbeddings": True},
+        {"spec.model.config.architecture": "t5", "spec.model.config.tieWordEmbeddings": False},
+        ("spec.model.config.tieWordEmbeddings", "t5 has one matrix"),
+    ),
+    (TRAINING_JOB.kind, "spec.training.lossScale", 0): RuleCase(
+        {"spec.model.precision.compute": "float16", "spec.training.lossScale": {"initial": 8, "minimum": 8}},
+        {"spec.model.precision.compute": "float16", "spec.training.lossScale": {"initial": 8, "minimum": 16}},
+        ("spec.training.lossScale.minimum", "16: at most initial (8)"),
+    ),
+    (TRAINING_JOB.kind, "spec.training.optimizer", 0): RuleCase(
+        {"spec.training.optimizer": {"name": "Lion", "betas": ["0.9", "0.9"]}},
+        {"spec.training.optimizer": {"name": "SgdMomentum", "betas": ["0.9", "0.9"]}},
+        ("spec.training.optimizer.betas", "SgdMomentum has none"),
+    ),
+    (TRAINING_JOB.kind, "spec.training.optimizer", 1): RuleCase(
+        {"spec.training.optimizer": {"name": "Adam", "eps": "1e-8"}},
+        {"spec.training.optimizer": {"name": "Lion", "eps": "1e-8"}},
+        ("spec.training.optimizer.eps", "Lion has none"),
+    ),
+    (TRAINING_JOB.kind, "spec.training.optimizer", 2): RuleCase(
+        {"spec.training.optimizer": {"name": "SgdMomentum", "momentum": "0.9"}},
+        {"spec.training.optimizer": {"name": "AdamW", "momentum": "0.9"}},
+        ("spec.training.optimizer.momentum", "AdamW has none"),
+    ),
+    **{
         (TRAINING_JOB.kind, "spec", number): _by_others_alone(path, problem)
-        for number, (path, problem) in enumerate((NOT_YET | NOT_IN_CLUSTER).items(), start=4)
+        for number, (path, problem) in enumerate((NOT_YET | NOT_IN_CLUSTER).items(), start=4 + len(WRONG_TOGETHER))
     },
     (TRAINING_JOB.kind, "", 0): RuleCase(
         {"metadata.name": "n" * MAX_NAME_LENGTH},
@@ -447,13 +584,15 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         ("spec.parallelism", "at most 1024 ranks; nodes x devicesPerNode is 256 x 8 = 2048"),
     ),
     **{
-        (TRAINING_JOB.kind, path, 0): RuleCase(
-            {}, {path: EARLIER_VALUES.get(path, {})}, (concrete(path), problem.partition(":")[0])
+        (TRAINING_JOB.kind, f"spec.{old}", 0): RuleCase(
+            {}, {f"spec.{old}": EARLIER_VALUES.get(old, {})}, (f"spec.{old}", f"moved to spec.{new}")
         )
-        for path, problem in (
-            (f"{owner}.{name}", problem) for owner, names in EARLIER.items() for name, (_, problem) in names.items()
-        )
+        for old, new in MOVED.items()
     },
+    (TRAINING_JOB.kind, "spec.members[].overrides", 0): RuleCase(
+        {}, {"spec.members": [{"name": "a", "overrides": {"training.seed": "1"}}]},
+        ("spec.members[0].overrides", "write the fields themselves"),
+    ),
     (TRAINING_JOB.kind, "spec", 3): RuleCase(
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi", "spec.pod.resources.cpu": 1},
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi", "spec.pod.resources.memory": "2Gi"},
@@ -564,20 +703,21 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
 class CaseBuilder:
     kind: Kind
     schema: Schema = field(init=False)
+    nodes: dict[str, Schema] = field(init=False)
 
     def __post_init__(self) -> None:
         self.schema = schema_of(self.kind)
+        self.nodes = dict(fields(self.schema))
 
     def build(self) -> Iterator[Case]:
-        nodes = dict(fields(self.schema))
         for constraint in constraints(self.kind):
             name = constraint.name
             if name.startswith("rule "):
                 yield from self._rule(constraint, int(name.removeprefix("rule ")))
             elif name.startswith("required "):
-                yield from self._required(constraint, nodes[constraint.path], name.removeprefix("required "))
+                yield from self._required(constraint, self.nodes[constraint.path], name.removeprefix("required "))
             else:
-                yield from self._edge(constraint, edge(nodes[constraint.path], name))
+                yield from self._edge(constraint, edge(self.nodes[constraint.path], name))
 
     def _edge(self, constraint: Constraint, found: Edge) -> Iterator[Case]:
         companions = COMPANIONS.get(constraint.path, {})
@@ -597,6 +737,10 @@ class CaseBuilder:
         yield Case(constraint, self.kind, False, lacking, (concrete(path), "Required value"))
 
     def _rule(self, constraint: Constraint, number: int) -> Iterator[Case]:
+        rule = self.nodes[constraint.path]["x-kubernetes-validations"][number]
+        if rule["rule"].startswith("double(self)"):
+            yield from self._edge(constraint, limits(rule["rule"], rule["message"]))
+            return
         case = RULE_CASES[self.kind.kind, constraint.path, number]
         inside = self._stored(case.stored)
         outside = inside if case.stored_outside is None else self._stored(case.stored_outside)

@@ -32,7 +32,7 @@ STEADY = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay",
 
 def steady(namespace: str, name: str, pods: int = 1) -> Document:
     job = example("two-pod" if pods == 2 else "one-pod", namespace, checkpoint__claim=None)
-    job["spec"]["pod"] = {"annotations": STEADY}
+    job["spec"]["pod"] = job["spec"].get("pod", {}) | {"annotations": STEADY}
     return on_fake_nodes(named(job, name))
 
 

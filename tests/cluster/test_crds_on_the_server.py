@@ -51,7 +51,7 @@ def test_constraints_accept_their_edge_and_reject_beyond_with_clear_errors(
     wrong = [sentence for case in tried for sentence in disappointment(case, server)]
     with capsys.disabled():
         print(f"\n{kind.kind}: {len(tried)} manifests tried on the API server")
-    assert wrong == []
+    assert wrong == [], "\n".join(wrong)
 
 
 def disappointment(case: Case, server: Server) -> Iterator[str]:

@@ -34,7 +34,7 @@ def small(namespace: str, device: str, memory: Document, environment: dict[str, 
     job = example(
         "one-pod", namespace, model={"config": LLAMA}, training__sequenceLength=64, training__steps=STEPS,
         checkpoint={"claim": "gpu", "everySteps": EVERY, "keep": 2}, parallelism__device=device, memory=memory,
-        env=[{"name": name, "value": value} for name, value in environment.items()],
+        pod={"env": [{"name": name, "value": value} for name, value in environment.items()]},
     )  # fmt: skip
     return named(job, f"on-{device.lower()}")
 

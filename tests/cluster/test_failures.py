@@ -28,7 +28,7 @@ def fake_failure(namespace: str, name: str, code: int, message: str, reason: str
         f"{FAIL}/delay": "500ms", f"{FAIL}/jitter-delay": "500ms",
     }  # fmt: skip
     job = example("one-pod", namespace, checkpoint__claim=None, lifecycle={"maxRestarts": 1})
-    job["spec"]["pod"] = {"labels": {FAIL: "true"}, "annotations": annotations}
+    job["spec"]["pod"] = job["spec"].get("pod", {}) | {"labels": {FAIL: "true"}, "annotations": annotations}
     return on_fake_nodes(named(job, name))
 
 

@@ -180,7 +180,7 @@ def test_what_is_too_much_is_refused_at_admission(
 def test_a_spec_that_is_too_long_as_a_whole_is_refused_by_a_condition(spillway: Installed, namespace: str) -> None:
     """No rule of a schema can count the bytes of an object."""
     annotations = {f"note-{number}": "x" * 1024 for number in range(64)}
-    job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, pod={"annotations": annotations})
+    job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, pod__annotations=annotations)
     spillway.create(job)
     job = spillway.until(lambda found: found["status"].get("state") == "Refused", namespace, "one-pod", SECONDS)
     said = spillway.condition(namespace, "one-pod", "Accepted")
@@ -197,6 +197,7 @@ def test_pod_with_every_allowed_option_is_restricted_and_has_no_api_token(spillw
         "image": f"local/hostroot@sha256:{'a' * 64}", "imagePullSecrets": [{"name": "registry"}],
         "env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "token"}}}],
         "securityContext": {"runAsUser": 2000, "fsGroup": 3000, "supplementalGroups": [4000]},
+        "resources": {"cpu": "100m"},
     }  # fmt: skip
     job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, pod=pod)
     spillway.create(job)
@@ -246,12 +247,12 @@ def planted(spillway: Installed, module_namespace: str) -> Iterator[tuple[str, d
         secret(namespace, "registry", {".dockerconfigjson": json.dumps(registry)}, "kubernetes.io/dockerconfigjson"),
     )
     given: Document = {
-        "env": [
+        "pod__env": [
             {"name": name, "valueFrom": {"secretKeyRef": {"name": "keys", "key": name}}}
             for name in markers
             if name.startswith("V")
         ],
-        "imagePullSecrets": [{"name": "registry"}],
+        "pod__imagePullSecrets": [{"name": "registry"}],
     }
     spillway.create(named(example("one-pod", namespace, training__steps=LONG, **given), "trains"))
     wrong = example("one-pod", namespace, data={"text": {"path": "/nowhere"}}, **given)
@@ -340,7 +341,8 @@ def test_no_secret_is_written_anywhere(
 def test_a_value_in_the_spec_is_no_secret(spillway: Installed, namespace: str) -> None:
     """`env[].value` is for all who may read the job and its ConfigMap. Also proof that the search above can find."""
     marker = f"marker-{secrets.token_hex(12)}"
-    job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, env=[{"name": "PLAIN", "value": marker}])
+    plain = [{"name": "PLAIN", "value": marker}]
+    job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, pod__env=plain)
     spillway.create(job)
     spillway.until(goes_on, namespace, "one-pod", SECONDS)
     assert marker in spillway.bed.kubectl("get", "configmaps", "-n", namespace, "-o", "json")

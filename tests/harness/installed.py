@@ -226,7 +226,7 @@ def running_for_an_hour(job: Document) -> Document:
     """On fake nodes, and its pods outlast the test: an end would be a reason to write."""
     delays = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
     job = copy.deepcopy(job)
-    job["spec"]["pod"] = {"annotations": delays}
+    job["spec"].setdefault("pod", {})["annotations"] = delays
     return on_fake_nodes(job)
 
 
@@ -236,7 +236,8 @@ def on_fake_nodes(job: Document) -> Document:
     scheduling = job["spec"].setdefault("scheduling", {})
     scheduling["nodeSelector"] = {"type": "kwok", **scheduling.get("nodeSelector", {})}
     scheduling["tolerations"] = [KWOK_TOLERATION]
-    job["spec"]["resources"] = {"cpu": "100m"}  # else each asks for a quarter of the node's 96 cores
+    # Else each asks for a quarter of the node's 96 cores.
+    job["spec"].setdefault("pod", {})["resources"] = {"cpu": "100m"}
     return job
 
 

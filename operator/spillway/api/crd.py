@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, WithJsonSchema
+from pydantic.alias_generators import to_camel
+from pydantic.fields import FieldInfo
 
 from spillway.api.earlier import MOVED, OVERRIDES, problem_of_earlier
 from spillway.api.field_types import (
     EXTENDED_RESOURCE_NEEDED,
     MAX_DOMAIN_LENGTH,
     NATIVE_RESOURCES,
+    NUMBER_SCHEMA,
     QUOTA_PREFIX,
     RESOURCE_PATTERN,
     STAYS_ON_CLAIM,
@@ -32,6 +37,7 @@ from spillway.api.limits import (
     MAX_ENV_BYTES,
     MAX_NAME_LENGTH,
     MAX_RANKS,
+    MIN_TEXT_VOCABULARY,
     RESERVED_KEYS,
     RESERVED_PREFIXES,
     RESERVED_VARIABLES,
@@ -46,11 +52,13 @@ from spillway.api.rejections import NOT_IN_CLUSTER, NOT_YET
 from spillway.api.status import TrainingJobStatus
 from spillway.api.training import Training
 from spillway.api.training_job import TrainingJobSpec
+from spillway.update_rules import RULE_FIELDS, UpdateRule
 
 Schema = dict[str, Any]
 
 DIRECTORY = Path("crds")
 MAX_INT64 = 2**63 - 1
+NO_FIELD = "Not a field any more"
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
@@ -118,12 +126,81 @@ _EXTENDED = (
     f"!self.contains('{NATIVE_RESOURCES}')"
 )
 """CEL: not a resource of Kubernetes' own, and short enough for a quota."""
+_LOCATION = [
+    _one_of("claim", "path"),
+    _rule(
+        "!has(self.path) || !has(self.subPath) || size(self.subPath) == 0",
+        "belongs to a claim; write the whole directory into path",
+        at=".subPath",
+    ),
+]
 _EXTENDED_NAMES = [
     _rule(
         f"self.all(name, name.matches(r'{RESOURCE_PATTERN}') && {_EXTENDED.replace('self', 'name')})",
         EXTENDED_RESOURCE_NEEDED,
     )
 ]
+_WORLD = "self.parallelism.nodes * self.parallelism.devicesPerNode"
+_OTHERS = f"self.managedBy != '{MANAGER}'"
+_STRATEGY = "self.parallelism.strategy"
+_SIZES = "has(self.model.config) && self.model.config"
+_MEMBERS = "has(self.members) && self.members.size() > 0"
+_ADVANCED = "self.memory.advanced"
+_NO_QUEUE = "!(has(self.scheduling.queueName) && size(self.scheduling.queueName) > 0)"
+_DISABLED = "self.memory.mode == 'Disabled'"
+WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
+    (f"self.model.precision.compute == 'float16' && !({_STRATEGY} in ['Auto', 'Ddp'])", ".parallelism.strategy",
+     "model.precision.compute: float16 needs loss scaling, which only Ddp has; use Ddp, or bfloat16"),
+    (f"self.training.optimizer.moments == 'int8' && !({_STRATEGY} in ['Auto', 'Ddp'])", ".parallelism.strategy",
+     "training.optimizer.moments: int8 has a scale for 256 values of a parameter, which only Ddp leaves together; "
+     "use Ddp, or bfloat16"),
+    ("has(self.training.lossScale) && self.model.precision.compute != 'float16'", ".training.lossScale",
+     "model.precision.compute: float16 alone scales the loss; leave it out"),
+    (f"{_SIZES}.architecture in ['gpt2', 'bert'] && has(self.model.config.maxPositions) && "
+     "self.training.sequenceLength > self.model.config.maxPositions", ".training.sequenceLength",
+     "at most model.config.maxPositions"),
+    (f"{_SIZES}.architecture == 'llama' && has(self.model.lora) && double(self.model.config.dropout) > 0.0",
+     ".model.config.dropout", "llama with lora is that of transformers, which has none; leave it out"),
+    (f"{_SIZES}.architecture == 'bert' && self.model.config.vocabSize < {MIN_TEXT_VOCABULARY + 1}",
+     ".model.config.vocabSize",
+     f"at least {MIN_TEXT_VOCABULARY + 1} for text: a token for every byte, the end of text, and the mask"),
+    (f"{_DISABLED} && !({_ADVANCED}.optimizer.placement in ['Auto', 'Device'])",
+     ".memory.advanced.optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device"),
+    (f"{_DISABLED} && !({_ADVANCED}.optimizer.overlap in ['Auto', 'None'])",
+     ".memory.advanced.optimizer.overlap", "mode Disabled has no update to overlap: Auto or None"),
+    (f"{_DISABLED} && !({_ADVANCED}.activations.policy in ['Auto', 'Keep'])",
+     ".memory.advanced.activations.policy", "mode Disabled keeps everything on the device: Auto or Keep"),
+    (f"has({_ADVANCED}.activations.hostReserve) && ({_DISABLED} || "
+     f"!({_ADVANCED}.activations.policy in ['Auto', 'Nvme']))", ".memory.advanced.activations.hostReserve",
+     "only activations on NVMe can move there: leave it out, or use policy Nvme without mode Disabled"),
+    (f"has(self.objective) && !({_MEMBERS})", ".objective", "applies to members, but there are none; leave it out"),
+    (f"{_MEMBERS} && self.parallelism.nodes > 1", ".parallelism.nodes",
+     "members take turns on one device: 1 is needed; a model on several ranks is a job of its own"),
+    (f"{_MEMBERS} && self.parallelism.devicesPerNode > 1", ".parallelism.devicesPerNode",
+     "members take turns on one device: 1 is needed; a model on several ranks is a job of its own"),
+    (f"{_MEMBERS} && !({_STRATEGY} in ['Auto', 'Ddp'])", ".parallelism.strategy",
+     "members take turns on one device, where nothing is sharded: use Ddp, or a job for each model"),
+    (f"{_MEMBERS} && has({_ADVANCED}.activations.hostReserve)", ".memory.advanced.activations.hostReserve",
+     "plans of members are not corrected while they run; leave it out"),
+    ("has(self.objective) && self.objective.metric == 'EvaluationLoss' && !has(self.data.evaluation)",
+     ".objective.metric", "needs held-out text: give data.evaluation, or use Loss"),
+    (f"!({_OTHERS}) && {_STRATEGY}.startsWith('Zero') && {_ADVANCED}.optimizer.overlap == 'Forward'",
+     ".memory.advanced.optimizer.overlap",
+     "does not work with parallelism.strategy Zero1, Zero2 or Zero3; use None or Auto, or strategy Fsdp"),
+    (f"!({_OTHERS}) && {_STRATEGY}.startsWith('Zero') && has(self.model.lora)", ".model.lora",
+     "does not work with parallelism.strategy Zero1, Zero2 or Zero3, which shard only models trained as a whole; use "
+     "Ddp or Fsdp"),
+    (f"!({_OTHERS}) && self.parallelism.device == 'Cuda' && {_WORLD} > 1 && !({_STRATEGY} in ['Auto', 'Ddp'])",
+     ".parallelism.strategy",
+     "runs on CPUs only so far; use Ddp on Cuda devices (`spillway plan` compares all strategies)"),
+    (f"self.scheduling.gang == 'Required' && self.parallelism.nodes > 1 && {_NO_QUEUE}",
+     ".scheduling.gang", "starting all pods or none needs a queue; give scheduling.queueName (Kueue), or use Auto"),
+    (f"has(self.scheduling.workloadPriorityClassName) && size(self.scheduling.workloadPriorityClassName) > 0 && "
+     f"{_NO_QUEUE}",
+     ".scheduling.workloadPriorityClassName",
+     "only orders the jobs of a queue; give scheduling.queueName, or use priorityClassName"),
+)  # fmt: skip
+"""What a run rejects for two fields together: CEL that holds when it is wrong, the field below spec, what to do."""
 _SUB_PATH = [
     _rule(
         "!self.startsWith('/') && !self.split('/').exists(part, part == '..')",
@@ -137,7 +214,13 @@ _LOCKED_UNLESS_SUSPENDED = {
 }  # fmt: skip
 """Field of a spec -> whether it may be left out."""
 _CHANGED = ", ".join(_if_changed(name, may_lack) for name, may_lack in _LOCKED_UNLESS_SUSPENDED.items())
-_WORLD = "self.parallelism.nodes * self.parallelism.devicesPerNode"
+
+
+def _owners_of_rule_fields() -> dict[str, list[str]]:
+    """Field of training.optimizer that not all rules have -> names of those that do."""
+    owners = {to_camel(name): [rule.value for rule in UpdateRule if name in rule.defaults] for name in RULE_FIELDS}
+    return {name: found for name, found in owners.items() if len(found) < len(UpdateRule)}
+
 
 JOB_RULES: dict[str, list[Schema]] = {
     "": [
@@ -181,6 +264,7 @@ JOB_RULES: dict[str, list[Schema]] = {
             FIXED_WITHOUT_PLAN,
             at=".pod.resources.memory",
         ),
+        *(_rule(f"!({wrong})", problem, at=at) for wrong, at, problem in WRONG_TOGETHER),
         *(_never(path, problem) for path, problem in (NOT_YET | NOT_IN_CLUSTER).items()),
     ],
     "spec.model": [_immutable("model", Model), _one_of("config", "source", "entrypoint")],
@@ -199,18 +283,35 @@ JOB_RULES: dict[str, list[Schema]] = {
             "self.numKeyValueHeads, self.numHeads",
             ".numKeyValueHeads",
         ),
+        _rule(
+            "self.architecture != 'llama' || self.numHeads < 1 || (self.hiddenSize / self.numHeads) % 2 == 0",
+            "hiddenSize / numHeads must be even: rotary embeddings need an even number",
+            at=".numHeads",
+        ),
+        _rule(
+            "self.architecture == 'llama' || !has(self.numKeyValueHeads) || self.numKeyValueHeads == self.numHeads",
+            "one per head in all but llama: leave it out, or write numHeads",
+            "%s has one per head: leave it out, or write %d",
+            "self.architecture, self.numHeads",
+            ".numKeyValueHeads",
+        ),
+        _rule(
+            "self.architecture != 't5' || !has(self.tieWordEmbeddings) || self.tieWordEmbeddings",
+            "t5 has one matrix for all its embeddings; leave it out",
+            at=".tieWordEmbeddings",
+        ),
     ],
-    "spec.model.source": [_one_of("claim", "path")],
+    "spec.model.source": _LOCATION,
     "spec.model.source.subPath": _SUB_PATH,
     "spec.data": [_immutable("data", Data), _one_of("text", "tokens", "huggingFace", "entrypoint", "builtin")],
-    "spec.data.text": [_one_of("claim", "path")],
+    "spec.data.text": _LOCATION,
     "spec.data.text.subPath": _SUB_PATH,
-    "spec.data.tokens": [_one_of("claim", "path")],
+    "spec.data.tokens": _LOCATION,
     "spec.data.tokens.subPath": _SUB_PATH,
     "spec.data.evaluation": [
         _rule("!has(self.text) || !has(self.fraction)", "exactly one of text, fraction is needed; found both")
     ],
-    "spec.data.evaluation.text": [_one_of("claim", "path")],
+    "spec.data.evaluation.text": _LOCATION,
     "spec.data.evaluation.text.subPath": _SUB_PATH,
     "spec.checkpoint.subPath": _SUB_PATH,
     "spec.training": [
@@ -222,6 +323,25 @@ JOB_RULES: dict[str, list[Schema]] = {
             "self.schedule.warmupSteps, self.steps",
             ".schedule.warmupSteps",
         ),
+    ],
+    "spec.training.lossScale": [
+        _rule(
+            "self.minimum <= self.initial",
+            "at most initial",
+            "%d: at most initial (%d)",
+            "self.minimum, self.initial",
+            ".minimum",
+        ),
+    ],
+    "spec.training.optimizer": [
+        _rule(
+            f"!has(self.{name}) || !has(self.name) || self.name in {list(owners)}",
+            f"only {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} {name}; leave it out",
+            "%s: %s has none; leave it out",
+            f"self.{name}, self.name",
+            f".{name}",
+        )
+        for name, owners in _owners_of_rule_fields().items()
     ],
     "spec.parallelism": [_immutable("parallelism", Parallelism)],
     "spec.memory": [
@@ -309,18 +429,6 @@ MEMBER_SECTIONS: dict[str, type[BaseModel]] = {
 """Parts of a member with the fields of these types, all optional."""
 
 
-def _earlier_fields() -> dict[str, dict[str, tuple[str, str]]]:
-    kinds = dict.fromkeys(("image", "resourceName", "runtimeClassName"), "string")
-    kinds |= dict.fromkeys(("imagePullSecrets", "env"), "array")
-    made: dict[str, dict[str, tuple[str, str]]] = {"spec.members[]": {"overrides": ("object", OVERRIDES)}}
-    for path in MOVED:
-        owner, _, name = f"spec.{path}".rpartition(".")
-        made.setdefault(owner, {})[name] = kinds.get(name, "object"), problem_of_earlier(path) or ""
-    return made
-
-
-NO_EARLIER: Mapping[str, dict[str, tuple[str, str]]] = {}
-EARLIER = _earlier_fields()
 PROFILE_RULES: dict[str, list[Schema]] = {"spec.fingerprint": [_immutable_text("MemoryProfile")]}
 
 # --- kinds ------------------------------------------------------------------------------------------------------------
@@ -341,8 +449,6 @@ class Kind:
     columns: tuple[Column, ...]
     status: type[BaseModel] | None = None
     rules: Mapping[str, list[Schema]] = field(default_factory=dict)
-    earlier: Mapping[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
-    """Path of an object -> fields that earlier schemas had in it: type, what to write instead."""
     categories: tuple[str, ...] = ()
     selectable: tuple[str, ...] = ()
 
@@ -363,7 +469,6 @@ TRAINING_JOB = Kind(
     spec=TrainingJobSpec,
     status=TrainingJobStatus,
     rules=JOB_RULES,
-    earlier=EARLIER,
     categories=("training",),
     selectable=(".spec.scheduling.queueName", ".status.state"),
     columns=(
@@ -480,9 +585,11 @@ def _object_schema(kind: Kind) -> Schema:
             "apiVersion": {"type": "string", "description": "Version of the schema."},
             "kind": {"type": "string", "description": "Kind of the object."},
             "metadata": {"type": "object"},
-            "spec": structural(kind.spec, "spec", kind.rules, kind.earlier),
+            "spec": structural(kind.spec, "spec", kind.rules),
         },
     }
+    if kind.spec is TrainingJobSpec:
+        _add_earlier(made["properties"]["spec"])
     if kind.status is not None:
         made["properties"]["status"] = structural(kind.status, "status", kind.rules)
     if "" in kind.rules:
@@ -490,22 +597,54 @@ def _object_schema(kind: Kind) -> Schema:
     return made
 
 
-def structural(
-    model: type[BaseModel],
-    path: str,
-    rules: Mapping[str, list[Schema]],
-    earlier: Mapping[str, dict[str, tuple[str, str]]] = NO_EARLIER,
-) -> Schema:
+def _add_earlier(spec: Schema) -> None:
+    """Fields of earlier schemas (earlier.py): stored objects keep them, a new value is rejected. They have the types of
+    the fields that they became, without which the API server would not see that a value is the one that was there."""
+    for old, new in MOVED.items():
+        owner, _, name = old.rpartition(".")
+        _properties(spec, owner)[name] = _bare(_node(spec, new)) | _rejected(problem_of_earlier(old) or "")
+    overrides = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 1024}, "maxProperties": 64}
+    _properties(spec, "members")["overrides"] = overrides | _rejected(OVERRIDES)
+
+
+def _rejected(problem: str) -> Schema:
+    return {"description": f"{NO_FIELD}: {problem}.", "x-kubernetes-validations": [_rule("false", problem)]}
+
+
+def _node(spec: Schema, path: str) -> Schema:
+    for name in path.split(".") if path else ():
+        spec = spec["properties"][name]
+    return spec
+
+
+def _properties(spec: Schema, path: str) -> Schema:
+    node = _node(spec, path)
+    found: Schema = node.get("items", node)["properties"]
+    return found
+
+
+def _bare(schema: Schema) -> Schema:
+    """Types, bounds and descriptions."""
+    left = ("default", "required", "x-kubernetes-validations", "x-kubernetes-list-map-keys")
+    made = {key: value for key, value in schema.items() if key not in left}
+    if "x-kubernetes-list-type" in made:
+        made["x-kubernetes-list-type"] = "atomic"
+    if "properties" in made:
+        made["properties"] = {name: _bare(inner) for name, inner in made["properties"].items()}
+    return made | {key: _bare(made[key]) for key in ("items", "additionalProperties") if key in made}
+
+
+def structural(model: type[BaseModel], path: str, rules: Mapping[str, list[Schema]]) -> Schema:
     """The structural schema of a model; `path` is its place in the object."""
     schema = model.model_json_schema(by_alias=True)
-    return _Inlining(schema.get("$defs", {}), rules, earlier).inlined(schema, path)
+    return _Inlining(schema.get("$defs", {}), rules, dict(_bounds(model, path))).inlined(schema, path)
 
 
 @dataclass(frozen=True, slots=True)
 class _Inlining:
     definitions: Schema
     rules: Mapping[str, list[Schema]]
-    earlier: Mapping[str, dict[str, tuple[str, str]]]
+    bounds: Mapping[str, list[Schema]]
 
     def inlined(self, schema: Schema, path: str) -> Schema:
         schema = _resolved(schema, self.definitions)
@@ -516,8 +655,6 @@ class _Inlining:
             }
             if schema.get("required"):
                 made["required"] = schema["required"]
-            earlier = self.earlier.get(path, {})
-            made["properties"] |= {name: _earlier(kind, problem) for name, (kind, problem) in earlier.items()}
         elif path in MEMBER_SECTIONS:
             whole = structural(MEMBER_SECTIONS[path], path, {})
             made |= {"properties": _optional(whole["properties"]), "default": {}}
@@ -529,9 +666,37 @@ class _Inlining:
             made["x-kubernetes-list-type"] = schema.get("x-kubernetes-list-type", "atomic")
             keys = ("x-kubernetes-list-map-keys", "minItems", "maxItems")
             made |= {key: schema[key] for key in keys if key in schema}
-        if path in self.rules:
-            made["x-kubernetes-validations"] = self.rules[path]
+        rules = [*self.rules.get(path, ()), *self.bounds.get(path, ())]
+        if rules:
+            made["x-kubernetes-validations"] = rules
         return made
+
+
+_COMPARED = {Gt: (">", "gt", "more than"), Ge: (">=", "ge", "at least"), Lt: ("<", "lt", "less than"),
+             Le: ("<=", "le", "at most")}  # fmt: skip
+
+
+def _bounds(annotation: Any, path: str, metadata: Sequence[Any] = ()) -> Iterator[tuple[str, list[Schema]]]:
+    """Rules for the bounds of floats, which are strings in a manifest: path, rules."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for field_ in annotation.model_fields.values():
+            yield from _bounds(field_.annotation, f"{path}.{field_.alias}", field_.metadata)
+    elif annotation is float and WithJsonSchema(NUMBER_SCHEMA) in metadata:
+        compared = [(*_COMPARED[type(one)], one) for one in metadata if type(one) in _COMPARED and one != Ge(0.0)]
+        limits = [(sign, words, getattr(one, name)) for sign, name, words, one in compared]
+        if limits:
+            rule = " && ".join(f"double(self) {sign} {limit!r}" for sign, _, limit in limits)
+            allowed = ", ".join(f"{words} {limit:g}" for _, words, limit in limits)
+            yield path, [_rule(rule, allowed, f"%s: {allowed}", "self")]
+    elif get_origin(annotation) is Annotated:
+        base, *own = get_args(annotation)
+        flat = [inner for one in own for inner in (one.metadata if isinstance(one, FieldInfo) else [one])]
+        yield from _bounds(base, path, [*metadata, *flat])
+    elif get_origin(annotation) in (Union, UnionType):
+        for choice in get_args(annotation):
+            yield from _bounds(choice, path, metadata)
+    elif get_origin(annotation) is tuple:
+        yield from _bounds(get_args(annotation)[0], f"{path}[]")
 
 
 def _optional(properties: Schema) -> Schema:
@@ -542,19 +707,6 @@ def _optional(properties: Schema) -> Schema:
         if "properties" in schema:
             made[name]["properties"] = _optional(schema["properties"])
     return made
-
-
-def _earlier(kind: str, problem: str) -> Schema:
-    """A field of an earlier schema: stored objects keep it, new ones that have it are rejected."""
-    made: Schema = {"type": kind, "description": f"Not a field any more: {problem}."}
-    if kind == "array":
-        made["items"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-        made |= {"x-kubernetes-list-type": "atomic", "maxItems": 256}
-    if kind == "object":
-        made["x-kubernetes-preserve-unknown-fields"] = True
-    if kind == "string":
-        made["maxLength"] = 1024
-    return made | {"x-kubernetes-validations": [_rule("false", problem)]}
 
 
 def _resolved(schema: Schema, definitions: Schema) -> Schema:

@@ -90,11 +90,12 @@ def quoted(value: float) -> str:
 _MORE_THAN_NONE = {
     "x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": POSITIVE_QUANTITY_PATTERN, "minimum": 1,
 }  # fmt: skip
+NUMBER_SCHEMA: dict[str, Any] = {"type": "string", "maxLength": _MAX_LENGTH, "pattern": NUMBER_PATTERN}
 Number = Annotated[
     float,
     BeforeValidator(_to_float),
     PlainSerializer(quoted, return_type=str),
-    WithJsonSchema({"type": "string", "maxLength": _MAX_LENGTH, "pattern": NUMBER_PATTERN}),
+    WithJsonSchema(NUMBER_SCHEMA),
 ]
 Epsilon = Annotated[Number, Field(ge=1e-37, le=1e38)]
 """A value that float32 distinguishes from 0 and from infinity."""

@@ -20,6 +20,7 @@ from spillway.api.field_types import (
     exactly_one,
     refuse,
 )
+from spillway.api.limits import MIN_TEXT_VOCABULARY
 from spillway.errors import UserError
 
 
@@ -46,7 +47,8 @@ class ModelConfig(Fields):
         description="Width of the feed-forward layer. Default: 4 x hiddenSize.",
     )
     vocab_size: Annotated[Positive, Field(ge=2, le=1 << 22)] = Field(
-        description="Tokens in the vocabulary; for text the tokenizer is trained to this size."
+        description="Tokens in the vocabulary; for text the tokenizer is trained to this size.",
+        json_schema_extra={"minimum": MIN_TEXT_VOCABULARY},  # all data of a job is text
     )
     max_positions: Annotated[Positive, Field(le=1 << 24)] = Field(
         default=1024, description="Learned positions; gpt2 and bert only, at least training.sequenceLength."

@@ -248,14 +248,14 @@ def create_jobs(spillway: Installed, namespace: str, trainers: bool) -> None:
 def as_earlier(job: Document) -> Document:
     """As the earlier schema has it."""
     spec = dict(job["spec"])
-    if "pod" in spec:
-        spec["podOverrides"] = spec.pop("pod")
+    pod = spec.pop("pod", {})
+    spec |= {"resources": pod.get("resources", {}), "podOverrides": {"annotations": pod.get("annotations", {})}}
     return {**job, "spec": spec}
 
 
 def ends_at_once(job: Document) -> Document:
     job = running_for_an_hour(job)
-    del job["spec"]["pod"]
+    del job["spec"]["pod"]["annotations"]
     return job
 
 

@@ -586,7 +586,7 @@ ALLOWED_DELAY_SECONDS = 1.0
 def start_seconds(spillway: Installed, namespace: str, name: str) -> float:
     """From creation to the attempt's Job, for a job on the fake nodes."""
     job = on_fake_nodes(named(example("one-pod", namespace, checkpoint__claim=None), name))
-    job["spec"]["pod"] = {
+    job["spec"]["pod"] |= {
         "annotations": {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
     }
     spillway.create(job)

@@ -19,7 +19,7 @@ def test_two_gangs_on_capacity_for_one_and_a_half_both_complete(spillway: Instal
                 named(example("two-pod", namespace), name),
                 namespace,
                 checkpoint__claim=name,
-                resources={"cpu": _two_fifths_of_the_node(spillway)},
+                pod={"resources": {"cpu": _two_fifths_of_the_node(spillway)}},
             )
         )
     for each in made:
