@@ -452,7 +452,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         ("spec.podOverrides.labels", "spillway.dev/job-uid is reserved"),
     ),
     (TRAINING_JOB.kind, "spec.podOverrides.annotations", 0): RuleCase(
-        {"spec.podOverrides.annotations": {"team": "a"}},
+        {"spec.podOverrides.annotations": {"team": "a", "kueue.x-k8s.io/podset-required-topology": "rack"}},
         {"spec.podOverrides.annotations": {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"}},
         ("spec.podOverrides.annotations", "container.apparmor.security.beta.kubernetes.io/trainer is reserved"),
     ),

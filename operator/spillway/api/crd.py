@@ -30,6 +30,7 @@ from spillway.api.limits import (
     MAX_ENV_BYTES,
     MAX_NAME_LENGTH,
     MAX_RANKS,
+    QUEUE_ANNOTATIONS,
     RESERVED_KEYS,
     RESERVED_PREFIXES,
     RESERVED_VARIABLES,
@@ -92,9 +93,11 @@ def _immutable_text(kind: str) -> Schema:
     )
 
 
-def _no_reserved_keys() -> Schema:
+def _no_reserved_keys(*allowed: str) -> Schema:
     reserved = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
     reserved += "".join(f" || key == '{key}'" for key in RESERVED_KEYS)
+    if allowed:
+        reserved = f"!(key in {list(allowed)}) && ({reserved})"
     return _rule(
         f"!self.exists(key, {reserved})",
         f"reserved keys: {', '.join((*RESERVED_PREFIXES, *RESERVED_KEYS))}",
@@ -240,7 +243,7 @@ JOB_RULES: dict[str, list[Schema]] = {
         ),
     ],
     "spec.podOverrides.labels": [_no_reserved_keys()],
-    "spec.podOverrides.annotations": [_no_reserved_keys()],
+    "spec.podOverrides.annotations": [_no_reserved_keys(*QUEUE_ANNOTATIONS)],
     "spec.resourceName": [
         _rule(
             f"self.indexOf('/') <= {MAX_DOMAIN_LENGTH} && !self.startsWith('{QUOTA_PREFIX}') && "

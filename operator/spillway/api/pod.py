@@ -111,7 +111,10 @@ class PodOverrides(Fields):
     """The parts of the pod that a job may change."""
 
     labels: LabelMap = Field(default={}, description="Labels added to the pods.")
-    annotations: StringMap = Field(default={}, description="Annotations added to the pods.")
+    annotations: StringMap = Field(
+        default={},
+        description="Annotations added to the pods. Of Kueue's only those of its topology-aware scheduling.",
+    )
     service_account_name: Annotated[Text, Field(max_length=253)] = Field(
         default="", description="ServiceAccount of the pods. Default: the namespace's."
     )
