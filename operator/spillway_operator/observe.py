@@ -312,6 +312,7 @@ def project_pod(found: Mapping[str, Any]) -> PodObject:
         index=int(written) if written.isascii() and written.isdigit() and len(written) < 10 else 0,
         node=str(spec.get("nodeName") or ""),
         phase=sys.intern(str(status.get("phase") or "")),
+        scheduled_at=str(scheduled.get("lastTransitionTime") or "") if scheduled.get("status") == "True" else "",
         ready=conditions.get("Ready", {}).get("status") == "True",
         deleting="deletionTimestamp" in metadata,
         deletion_time=str(metadata.get("deletionTimestamp") or ""),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from spillway.api.field_types import ExtendedResource, Fields, LabelMap, Name, SomeBytes, SomeCores, Text
+from spillway.api.field_types import Count, ExtendedResource, Fields, LabelMap, Name, SomeBytes, SomeCores, Text
 from spillway.api.pod import NamedReference, Toleration, Variable
 from spillway.api.status import LIST_BY_NAME
 
@@ -22,6 +22,9 @@ class SchedulingDefaults(Fields):
     )
     priority_class_name: Annotated[Text, Field(max_length=253)] = Field(
         default="", description="PriorityClass of jobs that name none."
+    )
+    gang_wait_seconds: Count | None = Field(
+        default=None, description="Seconds that attempts of jobs that do not say it wait for another node."
     )
     node_selector: LabelMap = Field(
         default={}, description="Labels that a node must have; a job's own value of a label wins."

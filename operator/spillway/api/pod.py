@@ -134,6 +134,9 @@ class Toleration(Fields):
     )
 
 
+DEFAULT_GANG_WAIT_SECONDS = 240
+
+
 class Scheduling(Fields):
     """Which nodes, when."""
 
@@ -156,6 +159,14 @@ class Scheduling(Fields):
             "Start all pods or none. Auto: by the queue; without a queue, an attempt that gets nodes for only "
             "some pods releases them. Required: jobs of several nodes need a queue. Disabled: the attempt keeps "
             "its nodes and waits."
+        ),
+    )
+    gang_wait_seconds: Count | None = Field(
+        default=None,
+        description=(
+            "Seconds that an attempt with nodes for only some pods waits for another node before it releases them, "
+            f"unless gang is Disabled; a pod that pulls its image has its node. 0 = no limit. Default: "
+            f"{DEFAULT_GANG_WAIT_SECONDS}."
         ),
     )
     node_selector: LabelMap = Field(default={}, description="Labels that a node must have.")

@@ -566,6 +566,10 @@ def test_a_pods_ending_is_the_trainers() -> None:
 def test_why_a_pod_waits_is_said_in_the_clusters_words() -> None:
     unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/4 nodes"}
     assert project_pod(pod(conditions=[unschedulable])).unschedulable == "0/4 nodes"
+    time = "2026-11-21T10:00:00Z"
+    assert project_pod(pod(conditions=[unschedulable | {"lastTransitionTime": time}])).scheduled_at == ""
+    scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": time}
+    assert project_pod(pod(conditions=[scheduled])).scheduled_at == time
     pulling = {"name": "trainer", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}}
     assert project_pod(pod(containerStatuses=[pulling])).waiting == "ImagePullBackOff: not found"
     starting = {"name": "trainer", "state": {"waiting": {"reason": "ContainerCreating"}}}

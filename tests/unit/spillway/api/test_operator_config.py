@@ -16,6 +16,7 @@ DEFAULTS = JobDefaults.model_validate(
         "env": [{"name": "NCCL_DEBUG", "value": "WARN"}, {"name": "HF_HOME", "value": "/cache"}],
         "scheduling": {
             "queueName": "default-queue",
+            "gangWaitSeconds": 900,
             "nodeSelector": {"pool": "training", "zone": "a"},
             "tolerations": [{"key": "dedicated", "operator": "Exists"}],
         },
@@ -23,8 +24,8 @@ DEFAULTS = JobDefaults.model_validate(
     }
 )
 ALL = (
-    "image", "imagePullSecrets", "env", "scheduling.queueName", "scheduling.nodeSelector", "scheduling.tolerations",
-    "spill.storageClassName",
+    "image", "imagePullSecrets", "env", "scheduling.queueName", "scheduling.gangWaitSeconds", "scheduling.nodeSelector",
+    "scheduling.tolerations", "spill.storageClassName",
 )  # fmt: skip
 
 
@@ -37,6 +38,7 @@ def test_job_inherits_what_it_leaves_empty(spec: dict[str, Any]) -> None:
     assert [one["name"] for one in found["env"]] == ["NCCL_DEBUG", "HF_HOME"]
     assert found["scheduling"]["nodeSelector"] == {"pool": "training", "zone": "a"}
     assert found["scheduling"]["tolerations"] == [{"key": "dedicated", "operator": "Exists"}]
+    assert found["scheduling"]["gangWaitSeconds"] == 900
     assert found["scheduling"].get("gang") == spec.get("scheduling", {}).get("gang")
     assert sorted(inherited) == sorted(ALL)
 
@@ -46,12 +48,15 @@ def test_what_a_job_names_wins_and_lists_are_joined() -> None:
         "image": "mine",
         "imagePullSecrets": [{"name": "own"}],
         "env": [{"name": "HF_HOME", "value": "/mine"}],
-        "scheduling": {"queueName": "q", "nodeSelector": {"zone": "b"}, "tolerations": [{"key": "other"}]},
+        "scheduling": {
+            "queueName": "q", "gangWaitSeconds": 0, "nodeSelector": {"zone": "b"}, "tolerations": [{"key": "other"}],
+        },
         "spill": {"storageClassName": "slow"},
-    }
+    }  # fmt: skip
     before = str(spec)
     found, inherited = with_defaults(spec, DEFAULTS)
     assert (found["image"], found["spill"], found["scheduling"]["queueName"]) == ("mine", spec["spill"], "q")
+    assert found["scheduling"]["gangWaitSeconds"] == 0, "no limit is a value, too"
     assert [one["name"] for one in found["imagePullSecrets"]] == ["own", "pull"]
     assert [(one["name"], one["value"]) for one in found["env"]] == [("HF_HOME", "/mine"), ("NCCL_DEBUG", "WARN")]
     assert found["scheduling"]["nodeSelector"] == {"pool": "training", "zone": "b"}
