@@ -55,7 +55,8 @@ def yields(case: Case, pods: tuple[PodObject, ...]) -> Cause | None:
     """Why an attempt with nodes for only some of its pods releases them now; None while it may wait."""
     if not holds_in_part(case, pods):
         return None
-    waited, limit = case.seconds_since(c.SCHEDULED, "False"), wait_seconds(case)
+    waited = case.seconds_since(c.SCHEDULED, "False")
+    limit = whole(given(case.spec, "scheduling.gangWaitSeconds"), DEFAULT_GANG_WAIT_SECONDS)
     # Its pods may all have waited for new nodes, which come one after the other.
     in_vain = min(waited, case.seconds_now - max(seconds_of(pod.scheduled_at) for pod in pods if pod.node))
     older = goes_first(case)
@@ -66,11 +67,6 @@ def yields(case: Case, pods: tuple[PodObject, ...]) -> Cause | None:
         over = f"no other pod got one for {in_vain:.0f} s (scheduling.gangWaitSeconds = {limit})"
         return Cause(GANG_YIELDED, f"{held}, and {over}")
     return None
-
-
-def wait_seconds(case: Case) -> int:
-    """scheduling.gangWaitSeconds; 0 = no limit."""
-    return whole(given(case.spec, "scheduling.gangWaitSeconds"), DEFAULT_GANG_WAIT_SECONDS)
 
 
 def goes_first(case: Case) -> WaitingGang | None:

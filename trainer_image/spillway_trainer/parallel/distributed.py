@@ -46,7 +46,7 @@ LONGEST_PEER_POLL_SECONDS = 0.5
 """While peers start, which may take minutes: all ranks ask rank 0."""
 CONNECT_SECONDS = 2.0
 LOOPBACK = "127.0.0.1"
-NOT_THERE = "see its log, and whether the network lets pods reach each other"
+NOT_THERE = "see the log of its node, and whether the network lets the nodes reach each other"
 NO_LIMIT = timedelta(days=3650)
 VALUE_BYTES = 256
 """Of values that ranks compare."""
