@@ -94,6 +94,8 @@ class Observer:
         self._clock = clock
         self._progress = progress
         self._holders = Holders(store)
+        self._workloads = WORKLOADS[0]
+        """The version that Kueue served last."""
 
     async def observe(self, key: Key, needs: frozenset[str] = frozenset()) -> Sight | None:
         """The TrainingJob's state, or None if it does not exist. `needs` are the last decision's. Raises ApiError."""
@@ -215,18 +217,23 @@ class Observer:
 
     async def _queue_says(self, job: JobObject, attempts: tuple[AttemptObject, ...]) -> str:
         """Kueue's message about the newest attempt; empty if there is none, or Workloads do not exist or may not be
-        listed."""
+        listed. Asks for the version served last, and for the others if that one is not served any more."""
         newest = max(
             (each for each in attempts if each.owner_uid == job.uid), key=lambda each: each.attempt, default=None
         )
         if newest is None:
             return ""
         selector = f"{WORKLOAD_JOB_LABEL}={newest.uid}"
-        try:
-            found = await self._client.list(WORKLOADS, job.namespace, project_workload, selector)
-        except (NotFound, RequestRejected):
-            return ""
-        return next(filter(None, found.items), "")
+        for resource in (self._workloads, *(one for one in WORKLOADS if one != self._workloads)):
+            try:
+                found = await self._client.list(resource, job.namespace, project_workload, selector)
+            except NotFound:  # this version is not served
+                continue
+            except RequestRejected:
+                break
+            self._workloads = resource
+            return next(filter(None, found.items), "")
+        return ""
 
     async def _claims(self, job: JobObject) -> tuple[Claim, ...]:
         return tuple([await self._claim(job, name) for name in _claim_names(json.loads(job.spec))])
@@ -305,6 +312,7 @@ def project_pod(found: Mapping[str, Any]) -> PodObject:
         index=int(written) if written.isascii() and written.isdigit() and len(written) < 10 else 0,
         node=str(spec.get("nodeName") or ""),
         phase=sys.intern(str(status.get("phase") or "")),
+        scheduled_at=str(scheduled.get("lastTransitionTime") or "") if scheduled.get("status") == "True" else "",
         ready=conditions.get("Ready", {}).get("status") == "True",
         deleting="deletionTimestamp" in metadata,
         deletion_time=str(metadata.get("deletionTimestamp") or ""),

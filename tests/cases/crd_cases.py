@@ -639,7 +639,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         ("spec.pod.labels", "spillway.dev/job-uid is reserved"),
     ),
     (TRAINING_JOB.kind, "spec.pod.annotations", 0): RuleCase(
-        {"spec.pod.annotations": {"team": "a"}},
+        {"spec.pod.annotations": {"team": "a", "kueue.x-k8s.io/podset-required-topology": "rack"}},
         {"spec.pod.annotations": {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"}},
         ("spec.pod.annotations", "container.apparmor.security.beta.kubernetes.io/trainer is reserved"),
     ),

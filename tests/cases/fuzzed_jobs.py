@@ -295,6 +295,7 @@ class _Maker:
         self._maybe(made, "priorityClassName", SOMETIMES, "", "high")
         self._maybe(made, "workloadPriorityClassName", SOMETIMES, "", "high")
         self._maybe(made, "gang", SOMETIMES, "Auto", "Disabled", "Required" if self._often(0.1) else "Auto")
+        self._maybe(made, "gangWaitSeconds", SOMETIMES, 1, 900)
         self._maybe(made, "nodeSelector", SOMETIMES, {}, {"pool": "a"})
         all_of_it = {"key": "a", "operator": "Equal", "value": "b", "effect": "NoExecute", "tolerationSeconds": 60}
         self._maybe(made, "tolerations", SOMETIMES, [], [{"operator": "Exists"}], [all_of_it] * 64)

@@ -28,13 +28,15 @@ GROUPS = {
     "/apis/discovery.k8s.io/v1": ["endpointslices"],
     "/apis/apiextensions.k8s.io/v1": ["customresourcedefinitions"],
     "/apis/authentication.k8s.io/v1": ["tokenreviews"],
+    "/apis/kueue.x-k8s.io/v1beta2": ["workloads"],
+    "/apis/kueue.x-k8s.io/v1beta1": ["workloads"],
 }
 KINDS = {
     "configmaps": "ConfigMap", "services": "Service", "pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim",
     "nodes": "Node", "namespaces": "Namespace", "events": "Event", "jobs": "Job", "trainingjobs": "TrainingJob",
     "leases": "Lease", "endpointslices": "EndpointSlice",
     "nodeprofiles": "NodeProfile", "memoryprofiles": "MemoryProfile",
-    "operatorconfigs": "OperatorConfig",
+    "operatorconfigs": "OperatorConfig", "workloads": "Workload",
     "customresourcedefinitions": "CustomResourceDefinition", "tokenreviews": "TokenReview",
 }  # fmt: skip
 CLUSTER_SCOPED = ("nodes", "nodeprofiles", "operatorconfigs", "namespaces", "customresourcedefinitions", "tokenreviews")

@@ -18,6 +18,7 @@ from spillway.api.job_file import JobFile
 from spillway.errors import ExitCode
 from spillway_trainer.checkpoints.directory import choose_resume
 from spillway_trainer.checkpoints.manifest import StoredCheckpoint
+from spillway_trainer.launch.launcher import free_ports
 
 CHANGES: Mapping[str, str] = {
     "steps: 4": "steps: 24",
@@ -173,6 +174,21 @@ def test_a_rank_that_never_comes_is_named(reference: Reference, tmp_path: Path, 
     (ended,) = one_of_two(reference, tmp_path, rank, SPILLWAY_RENDEZVOUS_SECONDS="0.5").join()
     assert (ended.exit_code, ended.termination["follower"]) == (1, True), ended.log
     assert f"for {missing}" in ended.termination["message"]
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_waits_beyond_its_limit_while_a_pod_is_not_ready(
+    reference: Reference, tmp_path: Path, early: int
+) -> None:
+    """Its image is still being pulled, or its node is being created. It looks ten times within its limit."""
+    looks, port = tmp_path / "looks", str(free_ports(1)[0])
+    variables = {"SPILLWAY_RENDEZVOUS_SECONDS": "0.2", "MASTER_PORT": port, rank_runs.LOOKS_VARIABLE: str(looks)}
+    waiting = one_of_two(reference, tmp_path, early, **variables)
+    wait_until(lambda: looks.exists() and looks.stat().st_size > 12, waiting.look)
+    job = waiting.job
+    late = rank_runs.start(job, rank_runs.plan_for(job), only=1 - early, **variables)
+    assert [each.exit_code for each in (*late.join(), *waiting.join())] == [0, 0]
+    assert hashes(last_checkpoint(job)) == reference.hashes
 
 
 @pytest.mark.parametrize("rank", [0, 1])

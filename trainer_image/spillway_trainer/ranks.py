@@ -30,6 +30,7 @@ class World:
     master_address: str = "127.0.0.1"
     """Host of rank 0."""
     master_port: int = 0
+    num_nodes: int = 1
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> World:
@@ -45,6 +46,7 @@ class World:
             size=size,
             master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_number(environment, "MASTER_PORT", 0),
+            num_nodes=_number(environment, "GROUP_WORLD_SIZE", 1),
         )
 
     @property

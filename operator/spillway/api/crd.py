@@ -38,6 +38,7 @@ from spillway.api.limits import (
     MAX_NAME_LENGTH,
     MAX_RANKS,
     MIN_TEXT_VOCABULARY,
+    QUEUE_ANNOTATIONS,
     RESERVED_KEYS,
     RESERVED_PREFIXES,
     RESERVED_VARIABLES,
@@ -103,9 +104,11 @@ def _immutable_text(kind: str) -> Schema:
     )
 
 
-def _no_reserved_keys() -> Schema:
+def _no_reserved_keys(*allowed: str) -> Schema:
     reserved = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
     reserved += "".join(f" || key == '{key}'" for key in RESERVED_KEYS)
+    if allowed:
+        reserved = f"!(key in {list(allowed)}) && ({reserved})"
     return _rule(
         f"!self.exists(key, {reserved})",
         f"reserved keys: {', '.join((*RESERVED_PREFIXES, *RESERVED_KEYS))}",
@@ -379,7 +382,7 @@ JOB_RULES: dict[str, list[Schema]] = {
         ),
     ],
     "spec.pod.labels": [_no_reserved_keys()],
-    "spec.pod.annotations": [_no_reserved_keys()],
+    "spec.pod.annotations": [_no_reserved_keys(*QUEUE_ANNOTATIONS)],
     "spec.pod": [
         _rule(
             "!has(self.resources) || !has(self.resources.extended) || "

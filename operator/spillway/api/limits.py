@@ -27,6 +27,14 @@ RESERVED_PREFIXES = (
 )  # fmt: skip
 """Labels and annotations below these mean something to this operator, to the queue or to the Job controller, or loosen
 what a container may do."""
+QUEUE_ANNOTATIONS = tuple(
+    f"kueue.x-k8s.io/podset-{name}"
+    for name in (
+        "required-topology", "preferred-topology", "unconstrained-topology", "slice-required-topology", "slice-size",
+        "slice-required-topology-constraints",
+    )
+)  # fmt: skip
+"""Annotations of pods by which a job asks Kueue for near nodes: allowed, although their prefix is reserved."""
 RESERVED_KEYS = ("app.kubernetes.io/managed-by", "job-name", "controller-uid")
 RESERVED_VARIABLES = (
     URL_VARIABLE, TOKEN_VARIABLE, CA_VARIABLE, "TMPDIR", "HOME", "JOB_COMPLETION_INDEX", "RANK", "LOCAL_RANK",

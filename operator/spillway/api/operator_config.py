@@ -16,6 +16,7 @@ from spillway.api.field_types import (
     Flag,
     LabelMap,
     Name,
+    Positive,
     SomeBytes,
     SomeCores,
     StringMap,
@@ -33,6 +34,9 @@ class SchedulingDefaults(Fields):
     )
     priority_class_name: Annotated[Text, Field(max_length=253)] = Field(
         default="", description="PriorityClass of jobs that name none."
+    )
+    gang_wait_seconds: Positive | None = Field(
+        default=None, description="Seconds that attempts of jobs that do not say it wait for another node."
     )
     node_selector: LabelMap = Field(
         default={}, description="Labels that a node must have; a job's own value of a label wins."

@@ -185,7 +185,10 @@ class Pod(Fields):
         default="nvidia.com/gpu", description="Extended resource by which devices are requested."
     )
     labels: LabelMap = Field(default={}, description="Labels added to the pods.")
-    annotations: StringMap = Field(default={}, description="Annotations added to the pods.")
+    annotations: StringMap = Field(
+        default={},
+        description="Annotations added to the pods. Of Kueue's only those of its topology-aware scheduling.",
+    )
     service_account_name: Annotated[Text, Field(max_length=253)] = Field(
         default="", description="ServiceAccount of the pods. Default: the namespace's."
     )
@@ -224,6 +227,9 @@ class Toleration(Fields):
     )
 
 
+DEFAULT_GANG_WAIT_SECONDS = 240
+
+
 class Scheduling(Fields):
     """Which nodes, when."""
 
@@ -246,6 +252,13 @@ class Scheduling(Fields):
             "Start all pods or none. Auto: by the queue; without a queue, an attempt that gets nodes for only "
             "some pods releases them. Required: jobs of several nodes need a queue. Disabled: the attempt keeps "
             "its nodes and waits."
+        ),
+    )
+    gang_wait_seconds: Positive | None = Field(
+        default=None,
+        description=(
+            "Seconds that an attempt with nodes for only some pods waits for another node before it releases them, "
+            f"unless gang is Disabled; a pod that pulls its image has its node. Default: {DEFAULT_GANG_WAIT_SECONDS}."
         ),
     )
     node_selector: LabelMap = Field(default={}, description="Labels that a node must have.")

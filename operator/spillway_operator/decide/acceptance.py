@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from spillway.api.limits import GROUP, MAX_SPEC_BYTES, RESERVED_VARIABLES, VERSION
+from spillway.api.limits import GROUP, MAX_SPEC_BYTES, QUEUE_ANNOTATIONS, RESERVED_VARIABLES, VERSION
 from spillway.api.manifest import validate
 from spillway.api.rejections import refusals, refusals_in_cluster
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
@@ -99,7 +99,7 @@ def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
             yield FieldProblem("spec.pod.env", variable.name, "the operator sets this variable; leave it out")
     for field, keys in (("labels", spec.pod.labels), ("annotations", spec.pod.annotations)):
         for key in keys:
-            if is_own_key(key):
+            if is_own_key(key) and not (field == "annotations" and key in QUEUE_ANNOTATIONS):
                 yield FieldProblem(f"spec.pod.{field}", key, "reserved; use another key")
 
 

@@ -2,7 +2,9 @@
 
     a queue       admits the whole attempt or nothing of it
     without one   an attempt that has nodes for only some of its pods releases them: soon if an older job waits for
-                  nodes, and in any case before its trainers give up waiting for their peers
+                  nodes, and in any case when no further pod gets a node for scheduling.gangWaitSeconds
+
+A pod that pulls its image, or cannot, has its node. Trainers wait for their peers until all pods are ready.
 
 Waiting jobs have one order across namespaces and operators, by creation time and uid. So if two jobs each hold half of
 what they need, only the younger one yields, and the oldest never yields to another job.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from spillway.api.pod import DEFAULT_GANG_WAIT_SECONDS
 from spillway.api.training_job import TrainingJobSpec
 from spillway.feedback.retries import GANG_YIELDED
 
@@ -23,8 +26,6 @@ from .observed import PodObject, WaitingGang
 
 YIELD_SECONDS = 30.0
 """How long two attempts wait for nodes before the younger one yields: ending pods and new nodes may solve it."""
-INCOMPLETE_SECONDS = 240.0
-"""How long an attempt may hold nodes in vain: less than trainers wait for their peers, which would count as a crash."""
 LONGEST_HOLD_SECONDS = 300.0
 """How long a job that yielded waits for older ones, which may wait for a node that never becomes available."""
 
@@ -55,12 +56,16 @@ def yields(case: Case, pods: tuple[PodObject, ...]) -> Cause | None:
     if not holds_in_part(case, pods):
         return None
     waited = case.seconds_since(c.SCHEDULED, "False")
+    limit = whole(given(case.spec, "scheduling.gangWaitSeconds"), DEFAULT_GANG_WAIT_SECONDS)
+    # Its pods may all have waited for new nodes, which come one after the other.
+    in_vain = min(waited, case.seconds_now - max(seconds_of(pod.scheduled_at) for pod in pods if pod.node))
     older = goes_first(case)
     held = f"{sum(bool(pod.node) for pod in pods)} of {case.num_nodes} pods have nodes"
     if older is not None and waited >= YIELD_SECONDS:
         return Cause(GANG_YIELDED, f"{held}, and the older TrainingJob {older.namespace}/{older.name} also waits")
-    if waited >= INCOMPLETE_SECONDS:
-        return Cause(GANG_YIELDED, f"{held}, and after {INCOMPLETE_SECONDS:.0f} s there is none for the others")
+    if in_vain >= limit:
+        over = f"no other pod got one for {in_vain:.0f} s (scheduling.gangWaitSeconds = {limit})"
+        return Cause(GANG_YIELDED, f"{held}, and {over}")
     return None
 
 

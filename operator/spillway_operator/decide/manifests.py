@@ -250,14 +250,14 @@ def config_map(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> M
 
 
 def service(files: AttemptFiles, owner: JobObject) -> Manifest:
-    """Gives the pods their host names, even before they are ready: they need each other to become ready."""
+    """Gives the pods their host names. It has the addresses of those that are ready, by which trainers see whether all
+    are (JoinDeadline)."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": _metadata(files, owner),
         "spec": {
             "clusterIP": "None",
-            "publishNotReadyAddresses": True,
             "selector": {JOB_UID_LABEL: files.job.uid, ATTEMPT_LABEL: str(files.job.epoch)},
             "ports": [{"name": "rendezvous", "port": files.job.master_port}],
         },

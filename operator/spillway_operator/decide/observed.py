@@ -89,6 +89,8 @@ class PodObject:
     """Node rank: the Job's completion index."""
     node: str
     phase: str
+    scheduled_at: str = ""
+    """When the scheduler gave it its node, RFC 3339."""
     ready: bool = False
     deleting: bool = False
     deletion_time: str = ""

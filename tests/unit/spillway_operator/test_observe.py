@@ -135,6 +135,35 @@ def test_attempt_that_lost_its_labels_is_found_by_name_and_polled() -> None:
     with_cluster(scenario)
 
 
+def test_the_queue_is_asked_in_the_version_that_it_serves() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client)
+        bench.store.put_job(put_job(api))
+        put_attempt(bench, api)
+        waits = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": "no quota"}
+        labels = {"kueue.x-k8s.io/job-uid": "uid-demo-1"}
+        api.put("workloads", {"metadata": {"name": "w", "labels": labels}, "status": {"conditions": [waits]}})
+
+        async def asked() -> list[str]:
+            before = len(api.requests)
+            assert (await bench.look("queue_says")).observed.queue_says == "no quota"
+            return [path.split("/")[3] for _, path in api.requests[before:]]
+
+        assert await asked() == ["v1beta2"]
+        api.fail("GET", "/v1beta2/", 404)
+        assert await asked() == ["v1beta2", "v1beta1"], "an older Kueue"
+        assert await asked() == ["v1beta1"], "found once"
+        api.fail("GET", "/v1beta1/", 404)
+        assert await asked() == ["v1beta1", "v1beta2"], "upgraded"
+        api.fail("GET", "/workloads", 404, times=2)
+        assert (await bench.look("queue_says")).observed.queue_says == "", "removed"
+        api.fail("GET", "/workloads", 403)
+        assert (await bench.look("queue_says")).observed.queue_says == "", "not ours to see"
+        assert await asked() == ["v1beta2"]
+
+    with_cluster(scenario)
+
+
 def test_a_foreign_job_with_the_next_name_is_seen_and_is_not_ours() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         bench = Bench(client)
@@ -537,6 +566,10 @@ def test_a_pods_ending_is_the_trainers() -> None:
 def test_why_a_pod_waits_is_said_in_the_clusters_words() -> None:
     unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/4 nodes"}
     assert project_pod(pod(conditions=[unschedulable])).unschedulable == "0/4 nodes"
+    time = "2026-11-21T10:00:00Z"
+    assert project_pod(pod(conditions=[unschedulable | {"lastTransitionTime": time}])).scheduled_at == ""
+    scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": time}
+    assert project_pod(pod(conditions=[scheduled])).scheduled_at == time
     pulling = {"name": "trainer", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}}
     assert project_pod(pod(containerStatuses=[pulling])).waiting == "ImagePullBackOff: not found"
     starting = {"name": "trainer", "state": {"waiting": {"reason": "ContainerCreating"}}}

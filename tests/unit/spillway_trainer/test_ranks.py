@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,44 @@ def test_a_job_of_two_ranks_is_not_trained_by_one(tmp_path: Path) -> None:
 def test_a_time_limit_is_a_positive_number(text: str) -> None:
     with pytest.raises(UserError, match="SPILLWAY_COLLECTIVE_SECONDS"):
         Timeouts.of({"SPILLWAY_COLLECTIVE_SECONDS": text})
+
+
+POD = World(rank=1, size=4, master_address="demo-1-0.demo-1", num_nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("world", "ready", "missing"),
+    [
+        (POD, ["10.0.0.1"], True),
+        (POD, ["10.0.0.1", "10.0.0.1"], True),
+        (POD, ["10.0.0.1", "10.0.0.2"], False),
+        (POD, None, False),
+        (replace(POD, master_address="demo-1-0.example.com"), ["10.0.0.1"], False),
+        (replace(POD, master_address="127.0.0.1"), ["127.0.0.1"], False),
+    ],
+    ids=["one of two", "named twice", "all", "no DNS", "another host", "one machine"],
+)
+def test_the_service_says_whether_a_pod_is_not_ready(
+    world: World, ready: list[str] | None, missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def addresses(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        assert host == "demo-1"
+        if ready is None:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ready]
+
+    monkeypatch.setattr(distributed.socket, "getaddrinfo", addresses)
+    assert distributed.is_pod_missing(world) is missing
+
+
+def test_time_to_join_counts_from_when_all_pods_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(distributed.time, "monotonic", lambda: now)
+    monkeypatch.setattr(distributed, "is_pod_missing", lambda _world: now < 1000)
+    deadline = distributed.JoinDeadline(POD, 300.0)
+    for second in range(0, 1400, 10):
+        now = float(second)
+        assert deadline.is_over() == (second > 990 + 300), f"{second}: it looks every 30 s, so last at 990 s in vain"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -38,12 +38,15 @@ from ..ranks import ONE_RANK, GradientSum, Ranks, Result, TakeBuffer, World
 from ..tiers.arena import as_bytes
 
 RENDEZVOUS_SECONDS = 300.0
-"""For all ranks to appear: pods start at different times, and a name may not resolve at first."""
+"""For all ranks to appear once all pods are ready: a name may not resolve at first."""
 COLLECTIVE_SECONDS = 300.0
 """For one exchange of the step: a rank that is later is lost."""
 SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.001, 0.05
+LONGEST_PEER_POLL_SECONDS = 0.5
+"""While peers start, which may take minutes: all ranks ask rank 0."""
 CONNECT_SECONDS = 2.0
 LOOPBACK = "127.0.0.1"
+NOT_THERE = "see the log of its node, and whether the network lets the nodes reach each other"
 NO_LIMIT = timedelta(days=3650)
 VALUE_BYTES = 256
 """Of values that ranks compare."""
@@ -105,7 +108,7 @@ def joined(world: World) -> Iterator[Ranks]:
 
 def meet(world: World, limits: Timeouts) -> TCPStore:
     """The store, once every rank has said that it is there. Raises PeerLost with those that did not come."""
-    deadline = time.monotonic() + limits.rendezvous_seconds
+    deadline = JoinDeadline(world, limits.rendezvous_seconds)
     place = f"{world.master_address}:{world.master_port}"
     if not world.is_first:
         await_listener(world, deadline)
@@ -128,16 +131,53 @@ def meet(world: World, limits: Timeouts) -> TCPStore:
         raise PeerLost(f"rank {world.rank} waited for rank 0 at {place}: {error}") from error
     with peers(f"all {world.size} ranks to come to {place}"):
         store.set(_there(world.rank), "")
-        pause = SHORTEST_POLL_SECONDS
-        while missing := [rank for rank in range(world.size) if not store.check([_there(rank)])]:
-            if time.monotonic() > deadline:
+        pause, everyone = SHORTEST_POLL_SECONDS, [_there(rank) for rank in range(world.size)]
+        while not store.check(everyone):
+            if deadline.is_over() and (
+                missing := [rank for rank, key in enumerate(everyone) if not store.check([key])]
+            ):
                 raise PeerLost(
-                    f"rank {world.rank} waited {limits.rendezvous_seconds:.0f} s at {place} for "
-                    f"{_named(missing)}; look why {'they were' if len(missing) > 1 else 'it was'} not started"
+                    f"rank {world.rank} waited {limits.rendezvous_seconds:.0f} s at {place} for {_named(missing)}; "
+                    f"{NOT_THERE}"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_POLL_SECONDS)
+            pause = min(2 * pause, LONGEST_PEER_POLL_SECONDS)
     return store
+
+
+@dataclass(slots=True)
+class JoinDeadline:
+    """When a rank gives up on peers that do not appear: `seconds` after the last look that found a pod not ready.
+
+    Until all pods are ready a node may still be created or an image be pulled, and the operator decides how long that
+    may take. It also ends the attempt when a pod fails.
+    """
+
+    world: World
+    seconds: float
+    _deadline: float = 0.0
+    _next_look: float = 0.0
+
+    def is_over(self) -> bool:
+        now = time.monotonic()
+        if now >= self._next_look:
+            if not self._deadline or is_pod_missing(self.world):
+                self._deadline = now + self.seconds
+            self._next_look = now + self.seconds / 10
+        return now > self._deadline
+
+
+def is_pod_missing(world: World) -> bool:
+    """Whether a pod of the attempt is known not to be ready: the operator's Service, <name> in rank 0's host name
+    <name>-0.<name>, has the addresses of the ready ones. False outside a cluster, and if DNS does not answer."""
+    host, _, service = world.master_address.partition(".")
+    if not service or host != f"{service}-0":
+        return False
+    try:
+        found = socket.getaddrinfo(service, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return len({address[0] for *_, address in found}) < world.num_nodes
 
 
 def local_listener(world: World) -> int | None:
@@ -159,22 +199,22 @@ def check_device() -> None:
         gloo.create_default_device()
 
 
-def await_listener(world: World, deadline: float) -> None:
+def await_listener(world: World, deadline: JoinDeadline) -> None:
     """Try to connect to rank 0 until it listens. Python's own sockets: a signal ends the wait."""
     pause = SHORTEST_POLL_SECONDS
     while True:
         try:
             socket.create_connection((world.master_address, world.master_port), CONNECT_SECONDS).close()
         except OSError as error:
-            if time.monotonic() > deadline:
+            if deadline.is_over():
                 raise PeerLost(
                     f"rank {world.rank} waited for rank 0 at {world.master_address}:{world.master_port}: {error}; "
-                    "look why it was not started"
+                    f"{NOT_THERE}"
                 ) from error
         else:
             return
         time.sleep(pause)
-        pause = min(2 * pause, 10 * LONGEST_POLL_SECONDS)
+        pause = min(2 * pause, LONGEST_PEER_POLL_SECONDS)
 
 
 @contextmanager

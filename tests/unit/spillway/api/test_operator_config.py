@@ -24,6 +24,7 @@ DEFAULTS = config(
         },
         "scheduling": {
             "queueName": "default-queue",
+            "gangWaitSeconds": 900,
             "nodeSelector": {"pool": "training", "zone": "a"},
             "tolerations": [{"key": "dedicated", "operator": "Exists"}],
         },
@@ -32,6 +33,7 @@ DEFAULTS = config(
 )
 ALL = (
     "pod.image", "pod.imagePullSecrets", "pod.env", "pod.securityContext", "scheduling.queueName",
+    "scheduling.gangWaitSeconds",
     "scheduling.nodeSelector", "scheduling.tolerations",
     "spill.storageClassName",
 )  # fmt: skip
@@ -54,6 +56,7 @@ def test_job_inherits_what_it_leaves_empty(spec: dict[str, Any]) -> None:
     assert [one["name"] for one in found["pod"]["env"]] == ["NCCL_DEBUG", "HF_HOME"]
     assert found["scheduling"]["nodeSelector"] == {"pool": "training", "zone": "a"}
     assert found["scheduling"]["tolerations"] == [{"key": "dedicated", "operator": "Exists"}]
+    assert found["scheduling"]["gangWaitSeconds"] == 900
     assert found["scheduling"].get("gang") == spec.get("scheduling", {}).get("gang")
     assert sorted(inherited) == sorted(ALL)
 
@@ -66,9 +69,11 @@ def test_what_a_job_names_wins_and_lists_are_joined() -> None:
             "env": [{"name": "HF_HOME", "value": "/mine"}],
             "securityContext": {"assignedByCluster": True},
         },
-        "scheduling": {"queueName": "q", "nodeSelector": {"zone": "b"}, "tolerations": [{"key": "other"}]},
+        "scheduling": {
+            "queueName": "q", "gangWaitSeconds": 60, "nodeSelector": {"zone": "b"}, "tolerations": [{"key": "other"}],
+        },
         "spill": {"storageClassName": "slow"},
-    }
+    }  # fmt: skip
     before = str(spec)
     found, inherited = with_defaults(spec, DEFAULTS)
     assert (found["pod"]["image"], found["spill"], found["scheduling"]["queueName"]) == ("mine", spec["spill"], "q")

@@ -15,7 +15,6 @@ import pytest
 
 from harness.cluster_model import Object, World, _is_deleting
 from harness.observations import NOW, condition, decide, follow_up, job_object, observed
-from spillway_operator.decide import gangs
 from spillway_operator.decide.observed import Observed, PodObject, WaitingGang
 from spillway_operator.kube.store import project_job
 from spillway_operator.observe import waiting_gang
@@ -93,13 +92,36 @@ def test_a_moment_is_no_reason_to_yield() -> None:
     assert desired.status is None or condition(desired, "Running")["reason"] == "Starting"
 
 
-def test_incomplete_gang_yields_before_its_trainers_give_up_on_their_peers() -> None:
-    """That would count as a crash."""
-    from spillway_trainer.parallel.distributed import RENDEZVOUS_SECONDS
+LONG_AGO = "2026-11-21T09:00:00Z"
 
-    assert gangs.INCOMPLETE_SECONDS + gangs.YIELD_SECONDS < RENDEZVOUS_SECONDS
-    assert running(half_scheduled("2026-11-21T09:56:25Z", waiting_gangs=()))["reason"] == "GangYielded"
-    assert running(half_scheduled("2026-11-21T09:57:00Z", waiting_gangs=()))["reason"] == "Starting"
+
+@pytest.mark.parametrize(
+    ("since", "scheduled_at", "wait", "reason"),
+    [
+        ("2026-11-21T09:56:25Z", "", None, "GangYielded"),
+        ("2026-11-21T09:57:00Z", "", None, "Starting"),
+        (LONG_AGO, "2026-11-21T09:57:00Z", None, "Starting"),
+        (LONG_AGO, "2026-11-21T09:56:25Z", None, "GangYielded"),
+        (LONG_AGO, "2026-11-21T09:50:00Z", 1200, "Starting"),
+        (LONG_AGO, "2026-11-21T09:10:00Z", 1200, "GangYielded"),
+    ],
+    ids=["240 s", "less", "a node came meanwhile", "and no other", "as long as the spec says", "longer"],
+)
+def test_incomplete_gang_releases_its_nodes_when_no_other_pod_gets_one(
+    since: str, scheduled_at: str, wait: int | None, reason: str
+) -> None:
+    changes = {**TWO, "spec.scheduling": {"gangWaitSeconds": wait}}
+    pods = (replace(HALF[0], scheduled_at=scheduled_at), HALF[1])
+    assert running(half_scheduled(since, pods, changes, waiting_gangs=()))["reason"] == reason
+
+
+def test_a_pod_that_pulls_its_image_for_long_is_not_missing() -> None:
+    """Neither as part of a gang, nor as a trainer that makes no step."""
+    pulls = replace(pod(1, "node-1"), phase="Pending")
+    for more in ({}, {"waiting": "ImagePullBackOff: too many requests"}):
+        seen = half_scheduled(LONG_AGO, (HALF[0], replace(pulls, **more)), hearing_seconds=1e6)
+        assert decide(seen).look_again_seconds and not decide(seen).deletes
+        assert running(seen)["reason"] in ("PodsNotReady", "ContainerWaiting")
 
 
 def yielded(end: str, **more: Any) -> Observed:

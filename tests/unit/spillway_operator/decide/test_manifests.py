@@ -175,9 +175,10 @@ def test_an_attempt_is_one_try_of_every_pod() -> None:
     assert "ttlSecondsAfterFinished" not in spec
 
 
-def test_the_service_gives_names_before_pods_are_ready() -> None:
+def test_the_service_gives_names_and_counts_ready_pods() -> None:
     spec = made(TWO_PODS)["Service"]["spec"]
-    assert spec["clusterIP"] == "None" and spec["publishNotReadyAddresses"] is True
+    assert spec["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in spec, "trainers count the ready pods by it"
     template = made(TWO_PODS)["Job"]["spec"]["template"]
     assert spec["selector"].items() <= template["metadata"]["labels"].items()
     assert template["spec"]["subdomain"] == "tiny-3"

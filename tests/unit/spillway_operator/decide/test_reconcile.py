@@ -592,6 +592,9 @@ def test_a_spec_that_is_too_long_as_a_whole_is_refused_with_its_size() -> None:
         ("container.apparmor.security.beta.kubernetes.io/trainer", False),
         ("seccomp.security.alpha.kubernetes.io/pod", False),
         ("cluster-autoscaler.kubernetes.io/safe-to-evict", True),
+        ("kueue.x-k8s.io/podset-preferred-topology", True),
+        ("kueue.x-k8s.io/podset-slice-size", True),
+        ("kueue.x-k8s.io/podset-group-name", False),
     ],
 )
 def test_no_annotation_loosens_what_a_container_may_do(annotation: str, is_free: bool) -> None:
