@@ -9,7 +9,7 @@ import pytest
 
 from cases.job_documents import job
 from spillway.placement.cluster_view import ClusterView, LiveBytes, NodeView, Requests, Reservation, Taint
-from spillway.placement.place import Placement, Unplaceable, base_node, gpu_part, place
+from spillway.placement.place import Placement, Unplaceable, base_node, gpu_part, place, pod_tolerations
 from spillway.planning.hardware import resolve_node
 from spillway.units import GIB, MIB
 
@@ -68,6 +68,23 @@ def test_eight_pods_of_one_device_fit_the_node_that_they_are_planned_for() -> No
     found = placed(tight, changes={**CUDA, "spec.memory.advanced.optimizer.placement": "Host"})
     assert 8 * found.pod.memory_bytes <= tight.allocatable_memory_bytes
     assert 8 * found.pod.ephemeral_storage_bytes <= tight.allocatable_ephemeral_bytes
+
+
+def test_a_pod_of_given_memory_holds_its_plan_and_needs_a_node_that_has_as_much() -> None:
+    found = placed(gpu_node("a"), changes={**CUDA, "spec.pod.resources.memory": "20Gi"})
+    assert found.pod.memory_bytes == 20 * GIB
+    assert 10 * GIB < found.node.host_bytes < 20 * GIB, "what the pod's processes leave"
+    more = place(job({**CUDA, "spec.pod.resources.memory": "2Ti"}), ClusterView((gpu_node("a"),)))
+    assert isinstance(more, Unplaceable) and "spec.pod.resources.memory asks 2.00 TiB" in more.message
+
+
+def test_extended_resources_choose_the_nodes_that_have_them() -> None:
+    rdma = replace(gpu_node("b"), allocatable_devices={"nvidia.com/gpu": 8, "rdma/hca": 3})
+    changes = {**CUDA, "spec.pod.resources.extended": {"rdma/hca": 2}}
+    assert order(placed(gpu_node("a"), rdma, changes=changes))[:1] in ([], ["b"])
+    none = place(job(changes), ClusterView((gpu_node("a"),)))
+    assert isinstance(none, Unplaceable) and "a has 0 rdma/hca, a pod needs 2" in none.message
+    assert pod_tolerations(job(changes).spec, "Cuda")[-1].key == "rdma/hca"
 
 
 def test_what_is_free_now_is_planned_for_on_request() -> None:

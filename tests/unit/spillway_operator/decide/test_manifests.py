@@ -202,6 +202,36 @@ def test_a_pod_is_restricted() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("asked", "ids"),
+    [
+        ({}, {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}),
+        (
+            {"runAsUser": 2000, "fsGroup": 3000},
+            {"runAsUser": 2000, "runAsGroup": 1000, "fsGroup": 3000, "fsGroupChangePolicy": "OnRootMismatch"},
+        ),
+        ({"assignedByCluster": True, "supplementalGroups": [7]}, {"supplementalGroups": [7]}),
+    ],
+)
+def test_a_pod_has_the_ids_that_the_job_names_or_leaves_them_to_the_cluster(
+    asked: dict[str, Any], ids: dict[str, Any]
+) -> None:
+    security = pod({"spec.pod.securityContext": asked})["securityContext"]
+    assert security == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **ids}
+
+
+def test_a_pod_gets_the_resources_and_the_network_that_the_job_names() -> None:
+    resources = {"memory": "40Gi", "sharedMemory": "3Gi", "extended": {"rdma/hca": 2}}
+    changes = {"spec.pod.resources": resources, "spec.pod.hostNetwork": True}
+    spec, given = pod(changes), container(changes)["resources"]
+    for kind in ("requests", "limits"):
+        assert (given[kind]["memory"], given[kind]["rdma/hca"]) == ("40Gi", "2")
+    (memory,) = [one["emptyDir"] for one in spec["volumes"] if one["name"] == "shared-memory"]
+    assert memory == {"medium": "Memory", "sizeLimit": "3Gi"}
+    assert (spec["hostNetwork"], spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert not {"hostNetwork", "dnsPolicy"} & set(pod())
+
+
 def test_what_kills_when_exceeded_is_requested_in_full() -> None:
     resources = container()["resources"]
     for name in ("memory", "ephemeral-storage"):
