@@ -235,3 +235,18 @@ def test_a_job_shows_its_demand_before_there_is_a_node_and_runs_once_there_is(
     for _ in nodes_of(spillway, [node("new-000", "new", "h100", memory="2Ti")], None):
         spillway.until(is_running, namespace, "first", SECONDS)
         assert node_of(spillway, namespace, "first") == "new-000"
+
+
+def test_what_fits_only_sharded_is_said_in_one_line_before_a_pod_exists(spillway: Installed, namespace: str) -> None:
+    """The example as it is, but for the nodes: what its strategy is on GPUs, and that a run cannot do it yet."""
+    for claim in ("corpus", "checkpoints"):
+        spillway.bed.claim(claim, namespace)
+    scheduling = {"nodeSelector": {"type": "kwok", POOL: "large"}, "tolerations": [KWOK_TOLERATION]}
+    for _ in nodes_of(spillway, [node("large-000", "large", "h100", memory="2Ti")], None):
+        spillway.create(example("llama-70b", namespace, scheduling=scheduling))
+        spillway.until(lambda job: job["status"].get("state") == "Refused", namespace, "llama-70b", SECONDS)
+        said = spillway.condition(namespace, "llama-70b", "Planned")
+        print(f"\n{said['reason']}: {said['message']}")
+        assert said["status"] == "False" and "\n" not in said["message"]
+        assert said["message"].startswith("strategy Fsdp would fit") and "8x-h100" in said["message"]
+        assert not spillway.children("pod", namespace, "llama-70b")
