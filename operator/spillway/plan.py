@@ -238,6 +238,8 @@ class MemoryPlan(Frozen):
     machine_bytes: int = Field(default=0, ge=0)
     """Host memory that a node needs for them and for the plans of its ranks; a pod's request, unless evidence lowers
     it."""
+    checkpoint_bytes: int = Field(default=0, ge=0)
+    """Size of one checkpoint; 0: of a version that did not say."""
     prediction: Prediction
     reasons: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from .decide import inspection
 from .decide.acceptance import given
 from .decide.case import whole
 from .decide.conditions import SCHEDULED
@@ -24,6 +25,7 @@ from .decide.observed import (
     Claim,
     ContainerEnding,
     Contract,
+    Inspection,
     JobObject,
     Manifest,
     Observed,
@@ -52,7 +54,7 @@ from .measured.reservations import Reservations
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
 """Label of a Workload: the uid of its Job."""
-CLAIM_FIELDS = ("checkpoint.claim", "data.text.claim", "data.evaluation.text.claim")
+CLAIM_FIELDS = ("checkpoint.claim", "data.text.claim", "data.evaluation.text.claim", "model.source.claim")
 """Fields of a spec that name claims for its pods."""
 LONGEST_TEXT = 4096
 """Characters of a message that are kept; termination messages are not longer."""
@@ -128,6 +130,7 @@ class Observer:
                 pods=pods,
                 pods_refusal=await self._pods_refusal(job, attempts, pods),
                 claims=await self._claims(job) if "claims" in needs else None,
+                inspection=await self._inspection(job) if "inspection" in needs else None,
                 hearing_seconds=None if self._progress is None else self._progress.hearing_seconds(),
                 queue_says=await self._queue_says(job, attempts) if "queue_says" in needs else None,
                 capacity_is_fresh="capacity" in needs,
@@ -234,6 +237,36 @@ class Observer:
             self._workloads = resource
             return next(filter(None, found.items), "")
         return ""
+
+    async def _inspection(self, job: JobObject) -> Inspection:
+        """The ConfigMap with the model's shape; without one, the Job that finds it, and how its pod is."""
+        for resource, kind, name in (
+            (CONFIG_MAPS, "ConfigMap", inspection.shape_name(job.name)),
+            (JOBS, "Job", inspection.job_name(job.name)),
+        ):
+            try:
+                found = await self._client.get(resource, job.namespace, name)
+            except NotFound:
+                continue
+            if controller(found["metadata"]).get("uid") != job.uid:
+                return Inspection(foreign=f"{kind} {name}")
+            if resource is CONFIG_MAPS:
+                return Inspection(shape=str((found.get("data") or {}).get(inspection.SHAPE_KEY) or " "))
+            conditions = (found.get("status") or {}).get("conditions") or ()
+            ended = [one for one in conditions if one.get("type") in ("Complete", "Failed") and one["status"] == "True"]
+            uid = str(found["metadata"]["uid"])
+            listed = await self._client.list(
+                PODS, job.namespace, project_pod, f"batch.kubernetes.io/controller-uid={uid}"
+            )
+            pod = max(listed.items, key=lambda one: one.name, default=None)
+            return Inspection(
+                job_uid=uid,
+                outcome=ended[0]["type"] if ended else "",
+                reason=_text(ended[0].get("reason")) if ended else "",
+                ending=pod.ending if pod is not None else None,
+                obstacle=(pod.waiting or pod.unschedulable) if pod is not None else "",
+            )
+        return Inspection()
 
     async def _claims(self, job: JobObject) -> tuple[Claim, ...]:
         return tuple([await self._claim(job, name) for name in _claim_names(json.loads(job.spec))])

@@ -26,7 +26,7 @@ from spillway.api.field_types import (
 )
 from spillway.api.limits import GROUP, MANAGER, MAX_NAME_LENGTH, VERSION
 from spillway.api.operator_config import CONFIG_NAME
-from spillway.api.rejections import NOT_IN_CLUSTER, NOT_YET
+from spillway.api.rejections import NOT_YET
 from spillway.units import BYTES_PATTERN, POSITIVE_BYTES_PATTERN, POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
 
 Document = dict[str, Any]
@@ -387,8 +387,6 @@ NEVER: dict[str, tuple[str, Any]] = {
     "checkpoint.from": ("spec.checkpoint.from", "another"),
     "checkpoint.resume": ("spec.checkpoint.resume", "Never"),
     "command": ("spec.command", ["python"]),
-    "model.source": ("spec.model", {"source": {"path": "/model"}}),
-    "model.entrypoint": ("spec.model", {"entrypoint": "a:b"}),
 }
 """fields that our operator never honours, in the order of their rules: where they are given, and how"""
 
@@ -501,7 +499,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     ),
     **{
         (TRAINING_JOB.kind, "spec", number): _by_others_alone(path, problem)
-        for number, (path, problem) in enumerate((NOT_YET | NOT_IN_CLUSTER).items(), start=4 + len(WRONG_TOGETHER))
+        for number, (path, problem) in enumerate(NOT_YET.items(), start=4 + len(WRONG_TOGETHER))
     },
     (TRAINING_JOB.kind, "", 0): RuleCase(
         {"metadata.name": "n" * MAX_NAME_LENGTH},

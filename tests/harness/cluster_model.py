@@ -27,7 +27,6 @@ from spillway.api.training_job import TrainingJob
 from spillway.placement.cluster_view import ClusterView
 from spillway.placement.place import Placement
 from spillway.plan import MemoryPlan, Tier
-from spillway.planning.corrections import Corrections
 from spillway.planning.hardware import local_node
 from spillway.planning.planner import Overrides, make_plan
 from spillway.planning.pod_resources import pod_resources
@@ -378,18 +377,19 @@ _PLACEMENTS: Iterator[int] = iter(range(10**9))
 def place(job: TrainingJob, cluster: ClusterView) -> Placement:
     """Never twice the same words, so that planning an attempt anew shows in its contract."""
     text = json.dumps(job.spec.model_dump(mode="json"), sort_keys=True)
-    placed = _placement(f"{text} {cluster.corrections}", job, cluster.corrections)
+    placed = _placement(f"{text} {cluster.corrections}", job, cluster)
     return replace(placed, reason=f"placement {next(_PLACEMENTS)}")
 
 
 _PLACED: dict[str, Placement] = {}
 
 
-def _placement(text: str, job: TrainingJob, corrections: Corrections) -> Placement:
+def _placement(text: str, job: TrainingJob, cluster: ClusterView) -> Placement:
     """On one large node. As placement.place does it, the device's budget ends with the pod's limit."""
     if text not in _PLACED:
         node, ranks = local_node(2, 4 * GIB, 4 * GIB, 64 * GIB), job.spec.parallelism.devices_per_node
-        overrides = Overrides(world_size=job.spec.parallelism.world_size, corrections=corrections)
+        world_size, corrections = job.spec.parallelism.world_size, cluster.corrections
+        overrides = Overrides(world_size=world_size, corrections=corrections, shape=cluster.shape)
         plan = make_plan(job, node, overrides)
         assert isinstance(plan, MemoryPlan)
         held = plan.bytes[Tier.DEVICE].total

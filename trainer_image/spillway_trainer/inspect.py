@@ -9,6 +9,7 @@ model's size. What is measured is what autograd does: the storages that it saves
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from .models.build import build_model
 from .models.chain import Chain, as_carried, replace_parameters
 from .segments import writing_nothing
 
+MOST_TERMINATION_BYTES = 4096
 _BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 
 
@@ -336,9 +338,12 @@ def _table_bytes(arguments: Mapping[str, tuple[Any, ...]], batch: Sequence[Tenso
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="spillway_trainer.inspect", description="Print a model's shape as JSON.")
-    parser.add_argument("job", type=Path, help="a TrainingJob")
+    parser.add_argument("job", type=Path, help="a TrainingJob; with --in-pod what the operator tells the pod")
     parser.add_argument("--claim", action="append", default=[], metavar="NAME=DIR", help="stands for a claim")
+    parser.add_argument("--in-pod", type=Path, metavar="FILE", help="write the shape to this termination message")
     given = parser.parse_args(arguments)
+    if given.in_pod is not None:
+        return _in_pod(given.job, given.in_pod)
     try:
         claims = dict(claim.split("=", 1) for claim in given.claim)
         with _answer() as answer:
@@ -346,6 +351,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    return 0
+
+
+def _in_pod(asked: Path, termination: Path) -> int:
+    """For a pod of the operator's: `asked` holds the spec and where its claims are mounted."""
+    try:
+        document = json.loads(asked.read_text(encoding="utf-8"))
+        told = inspect(TrainingJobSpec.model_validate(document["spec"]), document["claims"]).packed()
+        if len(told) > MOST_TERMINATION_BYTES:
+            raise UserError("spec.model: its layers differ too much for its shape to fit in a termination message")
+    except UserError as error:
+        termination.write_text(str(error)[:MOST_TERMINATION_BYTES], encoding="utf-8", errors="replace")
+        print(error, file=sys.stderr)
+        return error.exit_code
+    termination.write_text(told, encoding="ascii")
     return 0
 
 

@@ -49,7 +49,7 @@ from spillway.api.model import Data, Model
 from spillway.api.operator_config import CONFIG_NAME, OperatorConfigSpec
 from spillway.api.pod import ASSIGNED_BY_CLUSTER, FIXED_WITHOUT_PLAN, REQUESTED_BY_PLAN
 from spillway.api.profiles import MemoryProfileSpec, MemoryProfileStatus, NodeProfileSpec
-from spillway.api.rejections import NOT_IN_CLUSTER, NOT_YET
+from spillway.api.rejections import NOT_YET
 from spillway.api.status import TrainingJobStatus
 from spillway.api.training import Training
 from spillway.api.training_job import TrainingJobSpec
@@ -268,7 +268,7 @@ JOB_RULES: dict[str, list[Schema]] = {
             at=".pod.resources.memory",
         ),
         *(_rule(f"!({wrong})", problem, at=at) for wrong, at, problem in WRONG_TOGETHER),
-        *(_never(path, problem) for path, problem in (NOT_YET | NOT_IN_CLUSTER).items()),
+        *(_never(path, problem) for path, problem in NOT_YET.items()),
     ],
     "spec.model": [_immutable("model", Model), _one_of("config", "source", "entrypoint")],
     "spec.model.config": [

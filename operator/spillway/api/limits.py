@@ -13,6 +13,10 @@ MIN_TEXT_VOCABULARY = 257
 MAX_NAME_LENGTH = 52
 """Pod host names, <name>-<attempt>-<index>, must fit 63 characters."""
 MAX_RANKS = 1024
+INSPECTION_DEADLINE_SECONDS = 600
+"""For the pod that builds a model to find its sizes, its image's pull included."""
+INSPECTION_MEMORY_BYTES = 4 << 30
+"""Of that pod: a model without memory, and the libraries."""
 USER_ID = 1000
 """User and group of a pod that names none, and of its volumes; the image has this user."""
 MAX_SPILL_VOLUMES = 8

@@ -139,11 +139,11 @@ class Model(Fields):
     source: Location | None = Field(
         default=None,
         description="A Hugging Face directory with config.json, safetensors and tokenizer.json: llama, mistral, qwen2, "
-        "qwen3, gpt2, bert or t5. Training starts from its weights. Local runs only.",
+        "qwen3, gpt2, bert or t5. Training starts from its weights.",
     )
     entrypoint: Name | None = Field(
         default=None,
-        description="Local runs only: package.module:function that returns a Chain or a transformers model.",
+        description="package.module:function of the trainer image that returns a Chain or a transformers model.",
     )
     lora: Lora | None = Field(default=None, description="Low-rank adapters. Default: full training.")
     precision: Precision = Field(default=Precision(), description="Types of numbers.")

@@ -21,9 +21,6 @@ NOT_YET = {
     "command": "does not work yet; describe the run in model, data and training",
 }
 """Fields that no run honours, each with what works instead. The CRD refuses them, too."""
-_INSPECTED = "must be built to be planned, which the operator cannot do; use model.config, or `spillway run`"
-NOT_IN_CLUSTER = {"model.source": _INSPECTED, "model.entrypoint": _INSPECTED}
-"""The same of fields that local runs honour alone."""
 
 
 def refusals(job: TrainingJob) -> list[FieldProblem]:
@@ -55,7 +52,7 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
         (on_devices and strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
          "runs on CPUs only so far; use Ddp on Cuda devices (`spillway plan` compares all strategies)"),
     ]  # fmt: skip
-    return [*_refused_fields(NOT_IN_CLUSTER, job), *_refused(found, job)]
+    return _refused(found, job)
 
 
 def _drops_in_llama_with_lora(model: Model) -> bool:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from spillway.api.field_types import Fields
+from spillway.api.model import ModelConfig
 from spillway.api.profiles import LowerBound, MemoryProfile, NodeProfileSpec, ObservedBytes, ObservedTiers
 from spillway.api.status import ProfileEvidence, TierQuantities
 from spillway.api.training_job import TrainingJobSpec
@@ -35,6 +36,7 @@ MOST_JOBS = 64
 MOST_NAMED = 3
 """Rates in a sentence."""
 LONGEST_PLAN = 512
+LONGEST_MODEL = 256
 """Characters of MemoryProfile.spec.plan."""
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
@@ -208,17 +210,24 @@ def model_fingerprint(spec: TrainingJobSpec, device: str) -> str:
 
 def profile_name(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
     """Name of the MemoryProfile: llama-6.5m-1f0c2a9d8b7e6543."""
-    model = f"{spec.model.transformer.architecture}-{_parameters(spec, plan)}"
+    sizes = spec.model.config
+    model = "model" if sizes is None else f"{sizes.architecture}-{_parameters(sizes, spec, plan)}"
     return f"{model}-{memory_fingerprint(spec, plan)}".replace(" ", "").lower()
 
 
 def new_profile(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryProfile:
     """The profile before the first observation."""
-    model = spec.model
+    model, sizes = spec.model, spec.model.config
+    if sizes is not None:
+        what = f"{sizes.architecture}, {_parameters(sizes, spec, plan)} parameters"
+    elif model.source is not None:
+        what = model.source.path or f"{model.source.claim}/{model.source.sub_path}"
+    else:
+        what = model.entrypoint or ""
     return MemoryProfile(
         fingerprint=memory_fingerprint(spec, plan),
         model_fingerprint=model_fingerprint(spec, plan.device),
-        model=f"{model.transformer.architecture}, {_parameters(spec, plan)} parameters, {model.precision.compute}",
+        model=f"{what}, {model.precision.compute}"[:LONGEST_MODEL],
         plan=summary(plan)[:LONGEST_PLAN],
         world_size=plan.world_size,
     )
@@ -424,6 +433,6 @@ def summary(plan: MemoryPlan) -> str:
     return f"{', '.join(held)} a rank; {'; '.join(plan.reasons)}"
 
 
-def _parameters(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
-    shape = model_shape(spec.model.transformer, spec.model.precision.compute, plan.device)
+def _parameters(sizes: ModelConfig, spec: TrainingJobSpec, plan: MemoryPlan) -> str:
+    shape = model_shape(sizes, spec.model.precision.compute, plan.device)
     return format_count(shape.num_parameters)

@@ -9,6 +9,7 @@ from spillway.feedback.pod_evidence import PodEvidence
 from spillway.plan import DeviceKind
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.hardware import NodeSpec
+from spillway.planning.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,8 @@ class ClusterView:
     """Image of jobs that name none."""
     corrections: Corrections = NO_CORRECTIONS
     """What earlier attempts of this job showed."""
+    shape: ModelShape | None = None
+    """Of the job's model, if it was inspected."""
     as_free: bool = False
     """Plan for what is free now, not for what the nodes have."""
     declared: tuple[NodeView, ...] = ()

@@ -43,6 +43,7 @@ from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.explain import lacking
 from spillway.planning.hardware import NodeSpec, gpu_node, local_node, resolve_node
 from spillway.planning.known_plans import gathered, known_plan
+from spillway.planning.model_shape import ModelShape
 from spillway.planning.planner import Overrides, plan_run, run_strategy, shared_memory
 from spillway.planning.pod_resources import (
     PLANNED_MARGIN,
@@ -167,7 +168,7 @@ def _place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
 
 
 def _among(job: TrainingJob, cluster: ClusterView, nodes: tuple[NodeView, ...]) -> Placement | Unplaceable:
-    needs = _needs(job.spec)
+    needs = _needs(job.spec, cluster.shape)
     able, misses = _could_carry(job.spec, needs, nodes)
     if not able:
         return Unplaceable("NoNode", _no_node(nodes, misses))
@@ -176,7 +177,10 @@ def _among(job: TrainingJob, cluster: ClusterView, nodes: tuple[NodeView, ...]) 
     able = sound or able
     now = [view for view in able if view.ready and not view.unschedulable]
     corrections = _corrections(job.spec, cluster)
-    groups = _classes(job.spec, needs, now or able, corrections, _pods_seen(job.spec, cluster))
+    groups = [
+        replace(group, shape=cluster.shape)
+        for group in _classes(job.spec, needs, now or able, corrections, _pods_seen(job.spec, cluster))
+    ]
     # To explain a plan takes as long as to find it: of several classes only the chosen one's is explained.
     alone = len(groups) == 1
     outcomes = gathered(partial(_outcome, job, group, explained=alone) for group in groups)
@@ -226,10 +230,10 @@ class _Needs(NamedTuple):
     storage_bytes: int
 
 
-def _needs(spec: TrainingJobSpec) -> _Needs:
+def _needs(spec: TrainingJobSpec, shape: ModelShape | None) -> _Needs:
     device = device_kind(spec)
     runtime = pod_runtime_bytes(spec, spec.parallelism.devices_per_node, device, run_strategy(spec))
-    return _Needs(runtime, emptydir_bytes(spec, device))
+    return _Needs(runtime, emptydir_bytes(spec, device, shape=shape))
 
 
 def _could_carry(
@@ -328,6 +332,8 @@ class _NodeClass:
     """Corrections of predictions, the same for every class."""
     pods: SeenPods = field(default=NO_PODS_SEEN, compare=False)
     """What pods took, the same for every class."""
+    shape: ModelShape | None = field(default=None, compare=False)
+    """Of the job's model, if it was inspected; the same for every class."""
     views: tuple[NodeView, ...] = ()
 
 
@@ -551,9 +557,10 @@ def _overrides(job: TrainingJob, group: _NodeClass) -> Overrides:
     """What a GPU class has is what a pod may take of it, already its share."""
     budget, node = job.spec.memory.budget, group.node
     if node.device_kind == "Cpu":
-        return Overrides(corrections=group.corrections)
+        return Overrides(corrections=group.corrections, shape=group.shape)
     return Overrides(
         corrections=group.corrections,
+        shape=group.shape,
         host_bytes=node.host_bytes if budget.host is None else None,
         nvme_bytes=node.nvme_bytes if budget.nvme is None else None,
     )

@@ -7,6 +7,9 @@ x sequence length. tests/parity/models/test_model_shape.py holds them against wh
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -23,6 +26,9 @@ from spillway.plan import DeviceKind
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FLOAT32_BYTES = 4
+MOST_PACKED_BYTES = 4 << 20
+MOST_SEGMENTS = 4096
+"""Of a shape that somebody else made."""
 INDEX_BYTES = 8
 """Tokens and labels are int64."""
 RELATIVE_POSITIONS = 32
@@ -218,6 +224,32 @@ class ModelShape:
     def from_json(cls, text: str) -> Self:
         """Raises pydantic.ValidationError, a ValueError, for what `to_json` did not write."""
         return _DOCUMENT.validate_json(text)  # type: ignore[return-value]
+
+    def packed(self) -> str:
+        """For a termination message, which holds 4096 bytes: of equal segments one is written."""
+        document = json.loads(self.to_json())
+        segments = [document.pop("embedding"), *document.pop("blocks"), document.pop("head")]
+        names = [one.pop("name") for one in segments]
+        unlike: list[Any] = []
+        for one in segments:
+            if one not in unlike:
+                unlike.append(one)
+        document |= {"names": names, "unlike": unlike, "segments": [unlike.index(one) for one in segments]}
+        return base64.b85encode(zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 9)).decode()
+
+    @classmethod
+    def unpacked(cls, text: str) -> Self:
+        """What `packed` made. Raises ValueError for anything else; MOST_PACKED_BYTES and MOST_SEGMENTS bound it."""
+        try:
+            found = zlib.decompressobj().decompress(base64.b85decode(text.strip()), MOST_PACKED_BYTES)
+            document = json.loads(found)
+            unlike, names = document.pop("unlike"), document.pop("names")
+            kinds = document.pop("segments")[:MOST_SEGMENTS]
+            segments = [{**unlike[kind], "name": name} for kind, name in zip(kinds, names, strict=True)]
+            document |= {"embedding": segments[0], "blocks": segments[1:-1], "head": segments[-1]}
+            return cls.from_json(json.dumps(document))
+        except (zlib.error, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a packed shape: {type(error).__name__}: {error}") from error
 
 
 _DOCUMENT = TypeAdapter(ModelShape)

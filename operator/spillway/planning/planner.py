@@ -18,7 +18,7 @@ from spillway.planning.explain import alternatives, infeasible, reasons, reasons
 from spillway.planning.footprint import parameter_plan
 from spillway.planning.hardware import NodeSpec
 from spillway.planning.model_shape import ModelShape, shape_of
-from spillway.planning.pod_resources import memory_bytes, pod_runtime_bytes
+from spillway.planning.pod_resources import checkpoint_bytes, memory_bytes, pod_runtime_bytes
 from spillway.planning.search import Search, as_specified
 from spillway.planning.step_time import amounts
 from spillway.planning.sweep_plan import plan_sweep
@@ -309,6 +309,7 @@ def _plan(question: Question, chosen: Timed, why: Iterable[str], others: Iterabl
         parameters=parameter_plan(work, candidate.streaming),
         bytes=candidate.bytes,
         budget=question.budget,
+        checkpoint_bytes=checkpoint_bytes(question.job.spec, question.node.device_kind, question.shape),
         prediction=chosen.prediction.model_copy(update={"work": asked}),
         reasons=tuple(why),
         alternatives=tuple(others),

@@ -14,14 +14,15 @@ The constants are measured (docs/placement.md says how) unless they say "assumed
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from spillway.api.members import num_corpora, solo_specs
+from spillway.api.members import named_specs, num_corpora, solo_specs
 from spillway.api.model import Model
 from spillway.api.training_job import TrainingJobSpec
 from spillway.plan import MemoryPlan, Tier
-from spillway.planning.model_shape import shape_of
+from spillway.planning.model_shape import ModelShape, shape_of
 from spillway.planning.workload import ZERO_STRATEGIES, padded
 from spillway.units import GIB, MIB
 
@@ -117,7 +118,9 @@ def pod_resources(
         memory_bytes=spec.pod.resources.memory or memory_bytes(spec, plan, num_local_ranks),
         shared_memory_bytes=shared_memory_bytes(spec, num_local_ranks, plan.device),
         spill_volume_bytes=spill,
-        ephemeral_storage_bytes=padded(emptydir_bytes(spec, plan.device, text_bytes) + on_emptydir, MIB),
+        ephemeral_storage_bytes=padded(
+            _emptydir_bytes(spec, planned_checkpoint_bytes(spec, plan), text_bytes) + on_emptydir, MIB
+        ),
         cpu_cores=_cores(spec, plan, num_local_ranks),
         devices=num_local_ranks if on_cuda else 0,
         resource_name=spec.pod.resource_name if on_cuda else "",
@@ -208,22 +211,46 @@ def plannable_spill_bytes(limit_bytes: int, storage_bytes: int) -> int:
     return int((limit_bytes - 2 * MIB - storage_bytes) / (1.0 + FILE_SYSTEM_SHARE))
 
 
-def checkpoint_bytes(spec: TrainingJobSpec, device: str) -> int:
-    """One checkpoint: trained parameters alone; it does not depend on the plan or the number of ranks."""
-    shape = shape_of(spec, "Cuda" if device == "Cuda" else "Cpu")
+def checkpoint_bytes(spec: TrainingJobSpec, device: str, shape: ModelShape | None = None) -> int:
+    """One checkpoint: trained parameters alone; it does not depend on the plan or the number of ranks. `shape`: of an
+    inspected model."""
+    shape = shape or shape_of(spec, "Cuda" if device == "Cuda" else "Cpu")
     optimizer = spec.training.optimizer
     short_blocks = optimizer.moment_type.scale_bytes * len(optimizer.rule.moments) * shape.num_tensors
     return ceil(optimizer.rule.states_bytes(True, optimizer.moment_type) * shape.num_trained) + short_blocks
 
 
-def emptydir_bytes(spec: TrainingJobSpec, device: str, text_bytes: int | None = None) -> int:
-    """Ephemeral storage without the slab: scratch, and without a claim also checkpoints and corpus."""
+def planned_checkpoint_bytes(spec: TrainingJobSpec, plan: MemoryPlan) -> dict[str, int]:
+    """One checkpoint of each member, by name; of a job that is no sweep under ""."""
+    plans = {one.name: one.plan for one in plan.members}
+    return {
+        name: plans.get(name, plan).checkpoint_bytes or checkpoint_bytes(one, plan.device)
+        for name, one in named_specs(spec).items()
+    }
+
+
+def emptydir_bytes(
+    spec: TrainingJobSpec, device: str, text_bytes: int | None = None, shape: ModelShape | None = None
+) -> int:
+    """Ephemeral storage without the slab: scratch, and without a claim also checkpoints and corpus. `shape`: of
+    spec.model, if it was inspected."""
     if spec.checkpoint.claim is not None:
         return SCRATCH_BYTES
-    members = solo_specs(spec)
+    members = named_specs(spec)
+    sizes = {
+        name: checkpoint_bytes(one, device, shape if one.model == spec.model else None) for name, one in members.items()
+    }
+    return _emptydir_bytes(spec, sizes, text_bytes)
+
+
+def _emptydir_bytes(spec: TrainingJobSpec, sizes: Mapping[str, int], text_bytes: int | None) -> int:
+    """`sizes`: of one checkpoint of each member."""
+    if spec.checkpoint.claim is not None:
+        return SCRATCH_BYTES
+    members = named_specs(spec)
     # One more than are kept: the next one is whole before the oldest goes. Each member of a sweep keeps its own.
-    checkpoints = sum((one.checkpoint.keep + 1) * checkpoint_bytes(one, device) for one in members)
-    return SCRATCH_BYTES + checkpoints + num_corpora(members) * corpus_bytes(spec, text_bytes)
+    checkpoints = sum((one.checkpoint.keep + 1) * sizes[name] for name, one in members.items())
+    return SCRATCH_BYTES + checkpoints + num_corpora(tuple(members.values())) * corpus_bytes(spec, text_bytes)
 
 
 def corpus_bytes(spec: TrainingJobSpec, text_bytes: int | None) -> int:
@@ -244,6 +271,6 @@ def _cores(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> flo
 
 
 def grace_seconds(spec: TrainingJobSpec, plan: MemoryPlan) -> int:
-    writing = max(checkpoint_bytes(one, plan.device) for one in solo_specs(spec)) / CHECKPOINT_BYTES_PER_SECOND
+    writing = max(planned_checkpoint_bytes(spec, plan).values()) / CHECKPOINT_BYTES_PER_SECOND
     needed = STEP_PATIENCE * plan.prediction.step_seconds + writing + GRACE_SECONDS
     return ceil(min(LONGEST_GRACE_SECONDS, needed))

@@ -21,7 +21,7 @@ from spillway.errors import FieldProblem, InvalidJob
 
 from . import conditions as c
 from .conditions import Finding, false
-from .manifests import is_own_key, text_claims
+from .manifests import is_own_key, read_claims
 from .observed import Claim, JobObject
 
 RWX, ROX = "ReadWriteMany", "ReadOnlyMany"
@@ -148,7 +148,7 @@ def _named_claims(spec: TrainingJobSpec) -> Iterator[tuple[str, str]]:
     """Yields each field that names a claim, and the name."""
     if spec.checkpoint.claim is not None:
         yield "spec.checkpoint.claim", spec.checkpoint.claim
-    for name, field in text_claims(spec).items():
+    for name, field in read_claims(spec).items():
         yield field, name
 
 
@@ -169,7 +169,7 @@ def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding |
             return problem
     problems = (
         _text_claim_problem(f"{field} = {name}", spec.parallelism.nodes, found[name].access_modes)
-        for name, field in text_claims(spec).items()
+        for name, field in read_claims(spec).items()
     )
     return next((problem for problem in problems if problem is not None), None)
 

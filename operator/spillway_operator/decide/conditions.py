@@ -40,6 +40,7 @@ EVICTED_BY_QUEUE = "EvictedByQueue"
 UNSUPPORTED = "Unsupported"
 INVALID_SPEC = "InvalidSpec"
 NAME_CONFLICT = "NameConflict"
+INSPECTING, INSPECTION_FAILED = "Inspecting", "InspectionFailed"
 CLAIM_NOT_FOUND = "ClaimNotFound"
 CLAIM_NOT_SHARED = "ClaimNotShared"
 CLAIM_NOT_WRITABLE = "ClaimNotWritable"
@@ -99,6 +100,8 @@ REASONS: dict[str, dict[str, str]] = {
     },
     PLANNED: {
         "Planned": "a memory plan was made; the message says where the attempt should run, and why",
+        INSPECTING: "Unknown: a pod builds the model without allocating it, to find its sizes",
+        INSPECTION_FAILED: "False: the model could not be built to find its sizes; deleting the Job starts another try",
         "NoNode": "False: no node can run a pod of this job now; retried",
         "DoesNotFit": "False: no plan fits the existing nodes; the message has the missing bytes and the nearest "
         "configuration that fits; retried, because nodes change",

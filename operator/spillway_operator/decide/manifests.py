@@ -8,15 +8,15 @@ The ConfigMap is written first and never changed; the other two are built from i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spillway.api.job_file import JOB_VERSION, JobFile
-from spillway.api.limits import GROUP, RESERVED_KEYS, RESERVED_PREFIXES, USER_ID, VERSION
-from spillway.api.pod import SecurityContext
+from spillway.api.limits import GROUP, INSPECTION_MEMORY_BYTES, RESERVED_KEYS, RESERVED_PREFIXES, USER_ID, VERSION
+from spillway.api.pod import SecurityContext, Toleration
 from spillway.api.progress import CA_VARIABLE, TOKEN_AUDIENCE, TOKEN_VARIABLE, URL_VARIABLE
 from spillway.api.status import Attempts, Escalation, PlanStatus
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
@@ -33,6 +33,8 @@ from .observed import Contract, JobObject, Manifest, OperatorFacts
 JOB_LABEL = "spillway.dev/job"
 JOB_UID_LABEL = "spillway.dev/job-uid"
 ATTEMPT_LABEL = "spillway.dev/attempt"
+INSPECTION_LABEL = "spillway.dev/inspection"
+"""Label of a Job that is no attempt: it builds a model to find its sizes. Annotation: the spec, for its pod."""
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -163,7 +165,7 @@ def attempt_files(
         spill_directory=SPILL_DIRECTORY,
         further_spill_directories=tuple(f"{SPILL_DIRECTORY}-{n}" for n in range(1, spec.spill.num_volumes)),
         spill_is_listed=not spec.spill.storage_class_name,
-        claims={claim: f"{CLAIMS_DIRECTORY}/{claim}" for claim in text_claims(spec)},
+        claims={claim: f"{CLAIMS_DIRECTORY}/{claim}" for claim in read_claims(spec)},
         termination_message_path=TERMINATION_MESSAGE_PATH,
         compute_threads=threads,
         metrics_port=facts.metrics_port,
@@ -183,9 +185,10 @@ def checkpoint_directory(spec: TrainingJobSpec, name: str, uid: str) -> str:
     return f"{CHECKPOINT_MOUNT}/{spec.checkpoint.sub_path or f'{name}-{uid[:8]}'}"
 
 
-def text_claims(spec: TrainingJobSpec) -> dict[str, str]:
-    """Claim with text to train or evaluate on -> the first field that names it."""
-    return {place.claim: f"spec.{field}.claim" for field, place in reversed(spec.texts.items()) if place.claim}
+def read_claims(spec: TrainingJobSpec) -> dict[str, str]:
+    """Claim with text to train or evaluate on, or with a model -> the first field that names it."""
+    places = spec.texts | ({} if spec.model.source is None else {"model.source": spec.model.source})
+    return {place.claim: f"spec.{field}.claim" for field, place in reversed(places.items()) if place.claim}
 
 
 def read_contract(contract: Contract) -> AttemptFiles | None:
@@ -296,12 +299,14 @@ def _metadata(files: AttemptFiles, owner: JobObject) -> dict[str, Any]:
         "name": files.name,
         "namespace": owner.namespace,
         "labels": own_labels(files),
-        "ownerReferences": [
-            {
-                "apiVersion": f"{GROUP}/{VERSION}", "kind": "TrainingJob", "name": owner.name, "uid": owner.uid,
-                "controller": True, "blockOwnerDeletion": False,
-            }
-        ],
+        "ownerReferences": [owner_reference(owner)],
+    }
+
+
+def owner_reference(owner: JobObject) -> dict[str, Any]:
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}", "kind": "TrainingJob", "name": owner.name, "uid": owner.uid,
+        "controller": True, "blockOwnerDeletion": False,
     }  # fmt: skip
 
 
@@ -331,22 +336,50 @@ def _pod_metadata(files: AttemptFiles) -> dict[str, Any]:
 
 
 def pod_spec(files: AttemptFiles, facts: OperatorFacts) -> dict[str, Any]:
-    """The pod: Pod Security `restricted`, no API token except for progress, request = limit if exceeding it kills."""
-    spec, resources = files.job.spec, files.resources
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": resources.grace_seconds,
-        "securityContext": _security_context(spec.pod.security_context),
-        "containers": [_container(files, resources, facts)],
-        "volumes": [volume for volume, _ in _volumes(files, resources, facts)],
-    }
+    """The pod of an attempt: no API token except for progress, request = limit if exceeding it kills."""
+    spec, resources, volumes = files.job.spec, files.resources, _volumes(files, files.resources, facts)
+    command = ["python", "-m", "spillway_trainer.launch", CONTRACT_DIRECTORY]
+    container = _container(spec, facts, command, _requests(resources), volumes)
+    container["ports"] = [{"name": "metrics", "containerPort": files.job.metrics_port or facts.metrics_port}]
+    pod = _pod(spec, container, volumes) | _scheduling(files)
+    pod["terminationGracePeriodSeconds"] = resources.grace_seconds
     if files.job.num_nodes > 1:
         pod["subdomain"] = files.name
     if spec.pod.host_network:
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    pod |= _scheduling(files)
+    return pod
+
+
+def inspection_pod(spec: TrainingJobSpec, facts: OperatorFacts, tolerations: Sequence[Toleration]) -> dict[str, Any]:
+    """A pod that builds the job's model: on a CPU, with what the job mounts for it, and without a token."""
+    source = {"path": "job.json", "fieldRef": {"fieldPath": f"metadata.annotations['{INSPECTION_LABEL}']"}}
+    volumes = [
+        _mounted("job", {"downwardAPI": {"items": [source]}}, CONTRACT_DIRECTORY, read_only=True),
+        _mounted("tmp", {"emptyDir": {}}, SCRATCH_DIRECTORY),
+    ]
+    if spec.model.source is not None and (claim := spec.model.source.claim):
+        volumes.append(_mounted("model", _claim(claim), f"{CLAIMS_DIRECTORY}/{claim}", read_only=True))
+    bounded = {"memory": format_quantity(INSPECTION_MEMORY_BYTES), "ephemeral-storage": "256Mi"}
+    resources = {"requests": {"cpu": "500m", **bounded}, "limits": bounded}
+    asked = f"{CONTRACT_DIRECTORY}/job.json"
+    command = ["python", "-P", "-m", "spillway_trainer.inspect", asked, "--in-pod", TERMINATION_MESSAGE_PATH]
+    pod = _pod(spec, _container(spec, facts, command, resources, volumes), volumes)
+    pod["tolerations"] = [_without_empty(one) for one in tolerations]
+    if spec.scheduling.node_selector:
+        pod["nodeSelector"] = dict(spec.scheduling.node_selector)
+    return pod
+
+
+def _pod(spec: TrainingJobSpec, container: dict[str, Any], volumes: list[Mounted]) -> dict[str, Any]:
+    """Pod Security `restricted`, and no API token."""
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": _security_context(spec.pod.security_context),
+        "containers": [container],
+        "volumes": [volume for volume, _ in volumes],
+    }
     optional = {
         "serviceAccountName": spec.pod.service_account_name,
         "priorityClassName": spec.scheduling.priority_class_name,
@@ -370,17 +403,21 @@ def _security_context(asked: SecurityContext) -> dict[str, Any]:
     return made
 
 
-def _container(files: AttemptFiles, resources: PodResources, facts: OperatorFacts) -> dict[str, Any]:
-    job = files.job
+def _container(
+    spec: TrainingJobSpec,
+    facts: OperatorFacts,
+    command: list[str],
+    resources: dict[str, Any],
+    volumes: list[Mounted],
+) -> dict[str, Any]:
     return {
         "name": CONTAINER,
-        "image": job.spec.pod.image or facts.trainer_image,
+        "image": spec.pod.image or facts.trainer_image,
         "imagePullPolicy": facts.image_pull_policy,
-        "command": ["python", "-m", "spillway_trainer.launch", CONTRACT_DIRECTORY],
+        "command": command,
         "workingDir": SCRATCH_DIRECTORY,
-        "env": _environment(job.spec, facts),
-        "ports": [{"name": "metrics", "containerPort": job.metrics_port or facts.metrics_port}],
-        "resources": _requests(resources),
+        "env": _environment(spec, facts),
+        "resources": resources,
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -389,7 +426,7 @@ def _container(files: AttemptFiles, resources: PodResources, facts: OperatorFact
         "terminationMessagePath": TERMINATION_MESSAGE_PATH,
         # A process that dies without our termination message leaves the end of its log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [mount for _, mount in _volumes(files, resources, facts)],
+        "volumeMounts": [mount for _, mount in volumes],
     }
 
 
@@ -417,9 +454,11 @@ def _requests(resources: PodResources) -> dict[str, Any]:
     return {"requests": {"cpu": format_cores(resources.cpu_cores), **bounded}, "limits": bounded}
 
 
-def _volumes(
-    files: AttemptFiles, resources: PodResources, facts: OperatorFacts
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+Mounted = tuple[dict[str, Any], dict[str, Any]]
+"""A volume, and its mount."""
+
+
+def _volumes(files: AttemptFiles, resources: PodResources, facts: OperatorFacts) -> list[Mounted]:
     """Every volume with its mount."""
     spec = files.job.spec
     found = [
@@ -437,8 +476,8 @@ def _volumes(
             found.append(_mounted(directory.removeprefix("/"), _spill_volume(spec, resources), directory))
     if spec.checkpoint.claim is not None:
         found.append(_mounted("checkpoints", _claim(spec.checkpoint.claim), CHECKPOINT_MOUNT))
-    for claim, field in text_claims(spec).items():
-        volume = "text" if field == "spec.data.text.claim" else "evaluation-text"
+    for claim, field in read_claims(spec).items():
+        volume = _READ_VOLUMES[field]
         found.append(_mounted(volume, _claim(claim), f"{CLAIMS_DIRECTORY}/{claim}", read_only=True))
     if facts.progress_url:
         source = {
@@ -450,9 +489,14 @@ def _volumes(
     return found
 
 
-def _mounted(
-    name: str, source: dict[str, Any], path: str, *, read_only: bool = False
-) -> tuple[dict[str, Any], dict[str, Any]]:
+_READ_VOLUMES = {
+    "spec.data.text.claim": "text", "spec.data.evaluation.text.claim": "evaluation-text",
+    "spec.model.source.claim": "model",
+}  # fmt: skip
+"""Field that names a claim -> name of its volume."""
+
+
+def _mounted(name: str, source: dict[str, Any], path: str, *, read_only: bool = False) -> Mounted:
     mount: dict[str, Any] = {"name": name, "mountPath": path}
     if read_only:
         mount["readOnly"] = True
@@ -475,6 +519,10 @@ def _spill_volume(spec: TrainingJobSpec, resources: PodResources) -> dict[str, A
     return {"ephemeral": {"volumeClaimTemplate": {"spec": claim}}}
 
 
+def _without_empty(toleration: Toleration) -> dict[str, Any]:
+    return {key: value for key, value in toleration.model_dump(mode="json", exclude_none=True).items() if value != ""}
+
+
 def _scheduling(files: AttemptFiles) -> dict[str, Any]:
     """The user's selector, tolerations and the node class are required; live headroom is only a preference, because it
     changes.
@@ -488,10 +536,7 @@ def _scheduling(files: AttemptFiles) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if scheduling.node_selector:
         found["nodeSelector"] = dict(scheduling.node_selector)
-    found["tolerations"] = [
-        {key: value for key, value in toleration.model_dump(mode="json", exclude_none=True).items() if value != ""}
-        for toleration in tolerations
-    ] + [
+    found["tolerations"] = [_without_empty(toleration) for toleration in tolerations] + [
         {"key": taint.key, "operator": "Exists", "effect": taint.effect, "tolerationSeconds": NODE_LOST_SECONDS}
         for taint in NODE_LOST_TAINTS
         if not any(tolerates(toleration, taint) for toleration in tolerations)

@@ -138,6 +138,25 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is known of a model that a pod builds to find its sizes (decide/inspection.py)."""
+
+    shape: str = ""
+    """Packed (ModelShape.packed), of ConfigMap <job>-model; empty: there is none."""
+    job_uid: str = ""
+    """Of Job <job>-inspect; empty: there is none."""
+    outcome: Literal["", "Complete", "Failed"] = ""
+    reason: str = ""
+    """Of the Job's failure."""
+    ending: ContainerEnding | None = None
+    """Of its pod; None: it goes on, or it is lost."""
+    obstacle: str = ""
+    """Why its pod does not run yet."""
+    foreign: str = ""
+    """One of the two, such as "Job demo-inspect", that does not belong to the job."""
+
+
+@dataclass(frozen=True, slots=True)
 class OperatorFacts:
     """What the operator's settings contribute to every job."""
 
@@ -183,6 +202,8 @@ class Observed:
     event; read with `pods` if some are missing."""
     claims: tuple[Claim, ...] | None = None
     """None = not requested."""
+    inspection: Inspection | None = None
+    """Of a model without sizes in the spec; None = not requested."""
     conflict: str = ""
     """The child, such as "Job demo-1", that could not be created because a foreign object has its name."""
     refusal: str = ""
@@ -240,8 +261,8 @@ class Desired:
     """Out-of-memory ends that the status accounts for the first time: MemoryProfiles record them."""
     look_again_seconds: float | None = None
     needs: frozenset[str] = field(default_factory=frozenset)
-    """Fields of Observed needed for the decision: contracts, pods, claims, queue_says, waiting_gangs, and
-    capacity."""
+    """Fields of Observed needed for the decision: contracts, pods, claims, inspection, queue_says, waiting_gangs,
+    and capacity."""
 
     @property
     def changes_nothing(self) -> bool:

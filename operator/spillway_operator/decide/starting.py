@@ -11,10 +11,11 @@ from spillway.feedback.retries import MEMORY_ERRORS, REPLANNED
 from spillway.placement.cluster_view import ClusterView
 from spillway.placement.place import Unplaceable
 from spillway.plan import Tier
+from spillway.planning.model_shape import ModelShape
 from spillway.units import format_bytes
 
 from . import conditions as c
-from . import manifests
+from . import inspection, manifests
 from .acceptance import Refusal, accept, claim_names, claim_problem, forbidden_change, given
 from .answer import PATIENCE_SECONDS, give_up, patience, write
 from .attempt_end import Cause
@@ -31,23 +32,26 @@ FAULTY_SECONDS = 86400.0
 """How long a job avoids a node that failed it."""
 
 
-def start(case: Case) -> Desired:
+def start(case: Case) -> Desired:  # noqa: PLR0911 - one line per case
     """Creates the next attempt: its contract, then the children that the contract describes."""
     outcome = accept(case.observed.job)
     if isinstance(outcome, Refusal):
         return _refuse(case, outcome)
-    needs = missing(case, "contracts", *(["claims"] if claim_names(outcome.spec) else []))
-    if needs:
-        return Desired(needs=needs)
+    needed = frozenset({"claims"} if claim_names(outcome.spec) else ())
+    if missing(case, "contracts", *needed):
+        return Desired(needs=missing(case, "contracts", *needed))
     case = case.found(true(c.ACCEPTED, "Valid"), durability(case))
     obstacle = _obstacle(case, outcome)
     if obstacle is not None:
         return _wait(case, obstacle)
+    shape = _shape(case, outcome, needed)
+    if isinstance(shape, Desired):
+        return shape
     committed = newest_contract(case)
     # If status.attempts is lost, the newest contract may already have run: its number counts as used.
     files = read_files(case, committed) if committed > case.attempts.total and not case.count_is_lost else None
     uid, facts, cluster = case.observed.job.uid, case.observed.facts, _cluster(case)
-    cluster = replace(cluster, as_free=case.attempts.last_reason == REPLANNED)
+    cluster = replace(cluster, as_free=case.attempts.last_reason == REPLANNED, shape=shape)
     if files is not None and is_ours(files, outcome, uid, facts):
         return _create(case, files)
     number = 1 + max(case.attempts.total, committed, *(attempt.attempt for attempt in case.owned), 0)
@@ -55,6 +59,17 @@ def start(case: Case) -> Desired:
         return _wait(case, _NO_NUMBER)
     decided = plan_attempt(outcome, uid, cluster, facts, _past(case, number), case.place)
     return _not_planned(case, decided) if isinstance(decided, Finding) else _create(case, decided)
+
+
+def _shape(case: Case, job: TrainingJob, needed: frozenset[str]) -> ModelShape | Desired | None:
+    """Of a model whose sizes the spec does not give; or what to do until it is known."""
+    if not inspection.is_needed(job.spec):
+        return None
+    if case.observed.inspection is None:
+        return Desired(needs=frozenset({"contracts", "inspection"}) | needed)
+    if case.observed.inspection.foreign:
+        return _wait(case, _conflicts(case.observed.inspection.foreign))
+    return inspection.inspected(case, job, case.observed.inspection)
 
 
 def _cluster(case: Case) -> ClusterView:

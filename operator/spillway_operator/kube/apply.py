@@ -14,7 +14,7 @@ from typing import Any
 
 from spillway.api.limits import GROUP, VERSION
 
-from ..decide.manifests import same_content
+from ..decide.manifests import ATTEMPT_LABEL, same_content
 from ..decide.observed import Deletion, JobObject, Manifest
 from ..log import about
 from .api_client import CONFIG_MAPS, JOBS, RESOURCE_OF, TRAINING_JOBS, ApiClient, Conflict, NotFound, RequestRejected
@@ -141,7 +141,7 @@ class Applier:
                 return Applied(superseded=True)
         except RequestRejected as error:
             return Applied(refusal=f"{kind} {name}: {error.message or error.reason}")
-        if resource is JOBS:
+        if resource is JOBS and ATTEMPT_LABEL in manifest["metadata"]["labels"]:
             self._store.put_attempt(project_attempt(found))
         return DONE
 

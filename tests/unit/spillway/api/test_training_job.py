@@ -344,9 +344,8 @@ def test_a_model_by_its_sizes_can_run_in_a_cluster(changes: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("path", BUILT)
-def test_a_cluster_refuses_models_that_the_operator_cannot_plan(path: str) -> None:
-    (problem,) = refusals_in_cluster(job(BUILT[path]))
-    assert problem.path == path and "`spillway run`" in problem.problem
+def test_a_model_that_must_be_built_can_run_in_a_cluster(path: str) -> None:
+    assert refusals_in_cluster(job(BUILT[path])) == []
 
 
 @pytest.mark.parametrize(("architecture", "smallest"), [("llama", 257), ("bert", 258)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import pytest
@@ -297,10 +298,11 @@ def test_text_to_evaluate_on_has_room_for_tokens_of_its_own() -> None:
 
 def test_sweep_grace_period_covers_its_largest_members_checkpoint() -> None:
     asked = sweep(SEED, {"model.config.numLayers": "64", "model.config.hiddenSize": "1024"})
-    plan = planned(sweep(SEED))
-    largest = solo_specs(asked.spec)[1]
-    assert pods.grace_seconds(asked.spec, plan) == pods.grace_seconds(largest, plan)
-    assert pods.grace_seconds(asked.spec, plan) > pods.grace_seconds(job().spec, plan)
+    plan = planned(asked)
+    sizes = pods.planned_checkpoint_bytes(asked.spec, plan)
+    assert list(sizes.values()) == [pods.checkpoint_bytes(one, "Cpu") for one in solo_specs(asked.spec)]
+    quick = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"step_seconds": 0.0})})
+    assert pods.grace_seconds(asked.spec, quick) == 30 + ceil(max(sizes.values()) / 250e6)
 
 
 def test_one_member_of_another_family_brings_its_libraries() -> None:

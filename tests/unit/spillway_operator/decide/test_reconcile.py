@@ -606,8 +606,6 @@ def test_no_annotation_loosens_what_a_container_may_do(annotation: str, is_free:
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({"spec.model": {"source": {"claim": "c"}}}, "spec.model.source"),
-        ({"spec.model": {"entrypoint": "model.py:build"}}, "spec.model.entrypoint"),
         ({"spec.data": {"tokens": {"claim": "c"}}}, "spec.data.tokens"),
         ({"spec.data": {"huggingFace": {"name": "c4"}}}, "spec.data.huggingFace"),
         ({"spec.checkpoint": {"from": "other"}}, "spec.checkpoint.from"),

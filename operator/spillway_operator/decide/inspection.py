@@ -1,0 +1,151 @@
+"""Models whose sizes the spec does not give (model.source, model.entrypoint): a pod builds them and tells their shape.
+
+    no shape yet          -> Job <job>-inspect: the trainer image builds the model without allocating it
+    its pod ended well    -> ConfigMap <job>-model, immutable: the shape, from which every attempt is planned
+    its pod failed        -> condition Planned=False; deleting the Job starts another one
+
+The pod's answer is its termination message, which only the kubelet of a pod of this Job can write: no right, no token
+and no progress endpoint is needed. The shape is checked, not trusted: what it says decides only how much memory the
+job's own pods get.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from spillway.api.limits import INSPECTION_DEADLINE_SECONDS, INSPECTION_MEMORY_BYTES
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
+from spillway.errors import ExitCode
+from spillway.placement.place import pod_tolerations
+from spillway.planning.model_shape import ModelShape
+from spillway.units import format_quantity
+
+from . import conditions as c
+from .answer import PATIENCE_SECONDS, write
+from .case import Case
+from .conditions import Finding, false, unknown
+from .manifests import (
+    CLAIMS_DIRECTORY,
+    INSPECTION_LABEL,
+    MANAGED_BY_LABEL,
+    QUEUE_LABEL,
+    inspection_pod,
+    owner_reference,
+    read_claims,
+)
+from .observed import Deletion, Desired, Inspection, Manifest
+
+LOOK_SECONDS = 3.0
+LARGEST_SIZE = 1 << 60
+SHAPE_KEY = "shape"
+
+
+def is_needed(spec: TrainingJobSpec) -> bool:
+    return spec.model.config is None
+
+
+def job_name(name: str) -> str:
+    return f"{name}-inspect"
+
+
+def shape_name(name: str) -> str:
+    return f"{name}-model"
+
+
+def inspected(case: Case, job: TrainingJob, seen: Inspection) -> ModelShape | Desired:  # noqa: PLR0911
+    """The model's shape, or what to do until it is known: one line per case."""
+    name = job.metadata.name
+    if seen.shape:
+        shape = read_shape(seen.shape)
+        if shape is not None:
+            return shape
+        problem = f"ConfigMap {shape_name(name)} holds no shape that this operator can read; delete it"
+        return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, problem))
+    if not seen.job_uid:
+        return write(case.found(_inspecting(name, "")), creates=(_job(case, job),), look_again=LOOK_SECONDS)
+    if not seen.outcome:
+        return write(case.found(_inspecting(name, seen.obstacle)), look_again=LOOK_SECONDS)
+    again = Deletion("Job", job_name(name), seen.job_uid)
+    if seen.ending is None and seen.reason != "DeadlineExceeded":  # the pod was lost, not the model wrong
+        return write(case.found(_inspecting(name, "its pod was lost")), deletes=(again,), look_again=PATIENCE_SECONDS)
+    if seen.outcome == "Complete" and seen.ending is not None and read_shape(seen.ending.message) is not None:
+        return write(case, creates=(_config_map(case, seen.ending.message.strip()),), look_again=0.0)
+    return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, f"{_why(seen)}; correct it, then try again: "
+                              f"kubectl delete job {job_name(name)} -n {job.metadata.namespace}"))  # fmt: skip
+
+
+def read_shape(text: str) -> ModelShape | None:
+    """The shape in a packed text, if its sizes are positive and bounded."""
+    try:
+        shape = ModelShape.unpacked(text)
+    except ValueError:
+        return None
+    sizes = [shape.hidden_size, shape.vocab_size, shape.num_parameters, shape.compute_bytes, shape.trained_bytes]
+    sound = all(0 < size < LARGEST_SIZE for size in sizes) and all(one.num_parameters >= 0 for one in shape.segments)
+    return shape if sound else None
+
+
+def _waits(case: Case, found: Finding) -> Desired:
+    return write(case.found(found), look_again=PATIENCE_SECONDS)
+
+
+def _inspecting(name: str, obstacle: str) -> Finding:
+    what = f"Job {job_name(name)} builds the model without allocating it, to find its sizes"
+    return unknown(c.PLANNED, c.INSPECTING, f"{what}: {obstacle}" if obstacle else what)
+
+
+def _why(seen: Inspection) -> str:
+    if seen.reason == "DeadlineExceeded":
+        return f"building the model took longer than {INSPECTION_DEADLINE_SECONDS} s, or its pod could not start"
+    assert seen.ending is not None
+    if seen.ending.reason == "OOMKilled":
+        limit = format_quantity(INSPECTION_MEMORY_BYTES)
+        return f"building the model took more than {limit} of memory: build its parameters on device meta"
+    if seen.ending.exit_code == ExitCode.USER_ERROR and seen.ending.message:
+        return seen.ending.message
+    return f"building the model ended with exit code {seen.ending.exit_code}: {seen.ending.message or 'no message'}"
+
+
+def _job(case: Case, job: TrainingJob) -> Manifest:
+    """Runs one pod once, where the job's pods may run."""
+    spec, name, facts = job.spec, job.metadata.name, case.observed.facts
+    labels = {INSPECTION_LABEL: name, MANAGED_BY_LABEL: "spillway"}
+    if spec.scheduling.queue_name:
+        labels[QUEUE_LABEL] = spec.scheduling.queue_name
+    claims = {claim: f"{CLAIMS_DIRECTORY}/{claim}" for claim in read_claims(spec)}
+    given = {"spec": spec.model_dump(mode="json", by_alias=True, exclude_none=True), "claims": claims}
+    pod = inspection_pod(spec, facts, pod_tolerations(spec, "Cuda"))
+    template: dict[str, Any] = {
+        "metadata": {
+            "labels": {**spec.pod.labels, **labels},
+            "annotations": {**spec.pod.annotations, INSPECTION_LABEL: json.dumps(given, separators=(",", ":"))},
+        },
+        "spec": pod,
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": job_name(name), "namespace": job.metadata.namespace, "labels": labels,
+            "ownerReferences": [owner_reference(case.observed.job)],
+        },
+        "spec": {
+            "backoffLimit": 0, "activeDeadlineSeconds": INSPECTION_DEADLINE_SECONDS, "template": template,
+        },
+    }  # fmt: skip
+
+
+def _config_map(case: Case, shape: str) -> Manifest:
+    job = case.observed.job
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": shape_name(job.name), "namespace": job.namespace,
+            "labels": {INSPECTION_LABEL: job.name, MANAGED_BY_LABEL: "spillway"},
+            "ownerReferences": [owner_reference(job)],
+        },
+        "immutable": True,
+        "data": {SHAPE_KEY: shape},
+    }  # fmt: skip

@@ -1,0 +1,162 @@
+"""A model whose sizes the spec does not give: a pod finds them, and every attempt is planned from what it told."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cases.job_documents import job
+from harness.cluster_model import NAME, UID, place
+from harness.observations import NOW, condition, decide, observed
+from spillway.placement.cluster_view import ClusterView
+from spillway.planning.model_shape import ModelShape, model_shape, shape_of
+from spillway_operator.decide import inspection
+from spillway_operator.decide.observed import Claim, ContainerEnding, Desired, Inspection, Observed
+from spillway_operator.decide.reconcile import reconcile
+
+SOURCE: dict[str, Any] = {
+    "spec.model": {"source": {"claim": "models", "subPath": "tiny"}},
+    "spec.scheduling": {"nodeSelector": {"pool": "a"}, "queueName": "team"},
+    "spec.pod": {"image": "trainer:2", "env": [{"name": "HF_HOME", "value": "/cache"}]},
+}
+CLAIMS = (Claim("models", True, ("ReadOnlyMany",)),)
+SHAPE = shape_of(job().spec)
+
+
+def seen(found: Inspection | None, changes: dict[str, Any] | None = None, **more: Any) -> Observed:
+    return observed({**SOURCE, **(changes or {})}, inspection=found, claims=CLAIMS, **more)
+
+
+def ended(code: int, message: str = "", reason: str = "Error") -> Inspection:
+    ending = ContainerEnding(code, reason, message, NOW, NOW)
+    return Inspection(job_uid="job", outcome="Failed" if code else "Complete", ending=ending)
+
+
+def planned(desired: Desired) -> tuple[str, str, str]:
+    found = condition(desired, "Planned")
+    return found["status"], found["reason"], found["message"]
+
+
+def test_without_sizes_a_pod_of_the_trainer_image_is_asked_for_them() -> None:
+    assert decide(seen(None)).needs == {"contracts", "claims", "inspection"}
+    desired = decide(seen(Inspection()))
+    assert planned(desired)[:2] == ("Unknown", "Inspecting")
+    (made,) = desired.creates
+    assert (made["kind"], made["metadata"]["name"]) == ("Job", f"{NAME}-inspect")
+    assert made["metadata"]["ownerReferences"][0]["uid"] == UID
+    assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert "spillway.dev/attempt" not in made["metadata"]["labels"], "it is no attempt"
+    template = made["spec"]["template"]
+    told = json.loads(template["metadata"]["annotations"]["spillway.dev/inspection"])
+    assert told["spec"]["model"]["source"] == {"claim": "models", "subPath": "tiny"}
+    assert told["claims"] == {"models": "/claims/models"}
+    pod, (container,) = template["spec"], template["spec"]["containers"]
+    assert (pod["nodeSelector"], container["image"]) == ({"pool": "a"}, "trainer:2")
+    assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}["model"] == "/claims/models"
+    assert container["resources"]["limits"]["memory"] == "4Gi" and "nvidia.com/gpu" not in str(container)
+    assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
+    assert made["spec"]["backoffLimit"] == 0 and made["spec"]["activeDeadlineSeconds"] == 600
+
+
+def test_while_the_pod_builds_the_model_the_job_waits_and_says_for_what() -> None:
+    waits = decide(seen(Inspection(job_uid="job", obstacle="ImagePullBackOff: not found")))
+    assert not waits.creates and waits.look_again_seconds == inspection.LOOK_SECONDS
+    assert planned(waits)[1:] == (
+        "Inspecting",
+        f"Job {NAME}-inspect builds the model without allocating it, to find its sizes: ImagePullBackOff: not found",
+    )
+
+
+def test_what_the_pod_told_becomes_an_immutable_object_and_then_a_plan() -> None:
+    desired = decide(seen(ended(0, f"{SHAPE.packed()}\n")))
+    (made,) = desired.creates
+    assert (made["kind"], made["metadata"]["name"], made["immutable"]) == ("ConfigMap", f"{NAME}-model", True)
+    known = seen(Inspection(shape=made["data"]["shape"]))
+    asked: list[ClusterView] = []
+
+    def recorded(wanted: Any, cluster: ClusterView) -> Any:
+        asked.append(cluster)
+        return place(wanted, cluster)
+
+    attempt = reconcile(known, NOW, recorded)
+    assert [one["kind"] for one in attempt.creates] == ["ConfigMap", "Job"]
+    assert asked[0].shape == SHAPE
+    by_sizes = decide(observed())
+    plans = [json.loads(made.creates[0]["data"]["plan.json"]) for made in (attempt, by_sizes)]
+    assert plans[0]["bytes"] == plans[1]["bytes"], "the same model has the same plan"
+    told = json.loads(attempt.creates[0]["data"]["job.json"])
+    assert told["claims"] == {"models": "/claims/models"}
+    mounts = attempt.creates[1]["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert {"name": "model", "mountPath": "/claims/models", "readOnly": True} in mounts
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (ended(64, "spec.model.source: /claims/models/tiny has no config.json"), "has no config.json; correct it"),
+        (ended(137, "", "OOMKilled"), "took more than 4Gi of memory"),
+        (ended(1, "Traceback"), "ended with exit code 1: Traceback"),
+        (ended(0, "not a shape"), "ended with exit code 0: not a shape"),
+        (ended(0, ""), "ended with exit code 0: no message"),
+        (replace(ended(137), ending=None, reason="DeadlineExceeded"), "took longer than 600 s"),
+        (Inspection(shape="forged"), f"ConfigMap {NAME}-model holds no shape that this operator can read"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_said_with_what_to_do(found: Inspection, why: str) -> None:
+    desired = decide(seen(found))
+    status, reason, message = planned(desired)
+    assert (status, reason) == ("False", "InspectionFailed") and why in message
+    assert f"kubectl delete job {NAME}-inspect -n team" in message or "delete it" in message
+    assert not desired.creates and not desired.deletes
+
+
+def test_a_lost_pod_is_no_fault_of_the_model() -> None:
+    desired = decide(seen(Inspection(job_uid="job", outcome="Failed", reason="BackoffLimitExceeded")))
+    assert [(one.kind, one.name, one.uid) for one in desired.deletes] == [("Job", f"{NAME}-inspect", "job")]
+    assert planned(desired)[1] == "Inspecting"
+
+
+def test_a_foreign_object_of_the_name_is_left_alone() -> None:
+    desired = decide(seen(Inspection(foreign=f"Job {NAME}-inspect")))
+    assert not desired.creates and not desired.deletes
+    assert condition(desired, "Accepted")["reason"] == "NameConflict"
+
+
+def test_a_model_with_sizes_needs_no_pod() -> None:
+    assert [one["kind"] for one in decide(observed()).creates] == ["ConfigMap", "Job"]
+    assert not inspection.is_needed(job().spec)
+    entrypoint = {"spec.model": {"entrypoint": "models:tiny"}}
+    (made,) = decide(seen(Inspection(), entrypoint)).creates
+    assert "model" not in {volume["name"] for volume in made["spec"]["template"]["spec"]["volumes"]}
+
+
+def test_of_equal_layers_one_is_told() -> None:
+    sizes = {"hiddenSize": 8192, "numLayers": 80, "numHeads": 64, "numKeyValueHeads": 8, "vocabSize": 128256}
+    spec = job({f"spec.model.config.{name}": size for name, size in sizes.items()}).spec
+    deep = model_shape(spec.model.transformer, "bfloat16")
+    assert len(deep.packed()) < 2048
+    assert ModelShape.unpacked(deep.packed()) == deep
+    assert [one.name for one in ModelShape.unpacked(deep.packed()).blocks] == [one.name for one in deep.blocks]
+
+
+def packed(document: Any) -> str:
+    return base64.b85encode(zlib.compress(json.dumps(document).encode())).decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "x", "ünïcödé", packed([]), packed({}), packed({"unlike": [], "names": [], "segments": []}),
+        packed({"unlike": [{}], "names": ["a"] * 9999, "segments": [0] * 9999}), SHAPE.packed()[:-8],
+        base64.b85encode(zlib.compress(b" " * (64 << 20))).decode(),
+        replace(SHAPE, hidden_size=-1).packed(), replace(SHAPE, vocab_size=2**70).packed(),
+    ],
+    ids=lambda text: f"{len(text)} characters",
+)  # fmt: skip
+def test_what_is_no_shape_is_not_believed(text: str) -> None:
+    assert inspection.read_shape(text) is None
