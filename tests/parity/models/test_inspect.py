@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +14,13 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from cases.huggingface_models import BATCH, LENGTH, SPEC, VOCABULARY, batch_for, filled, spec_of
 from harness.allocator_peak import allocated_peak
 from spillway.errors import UserError
 from spillway.planning.model_shape import ModelShape, Segment, model_shape
-from spillway_trainer.inspect import shape_of_chain
+from spillway_trainer.inspect import main, shape_of_chain
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain, as_carried
 from spillway_trainer.segments import Position, wrap_segments
@@ -296,3 +298,22 @@ def test_the_command_refuses_with_a_sentence(tmp_path: Path) -> None:
     done = inspect_command(document, tmp_path)
     assert (done.returncode, done.stdout) == (64, "")
     assert done.stderr.startswith("spec.model.source: /nowhere/gpt2 is no directory")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "nowhere"])
+def test_a_pod_tells_the_shape_or_the_error_in_its_termination_message(model: str, tmp_path: Path) -> None:
+    """As the operator asks it (decide/inspection.py)."""
+    if model == "gpt2":
+        GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=3, n_head=2)).save_pretrained(
+            tmp_path / "models" / "gpt2"
+        )
+    spec = yaml.safe_load(SPEC)["spec"] | {"model": {"source": {"claim": "models", "subPath": model}}}
+    asked, told = tmp_path / "job.json", tmp_path / "termination-log"
+    asked.write_text(json.dumps({"spec": spec, "claims": {"models": str(tmp_path / "models")}}))
+    code = main([str(asked), "--in-pod", str(told)])
+    if model == "nowhere":
+        assert code == 64 and "spec.model.source" in told.read_text() and "nowhere" in told.read_text()
+    else:
+        assert code == 0 and len(told.read_text()) < 2048
+        shape = ModelShape.unpacked(told.read_text())
+        assert (shape.architecture, shape.num_layers, shape.vocab_size) == ("gpt2", 3, 300)

@@ -11,7 +11,7 @@ import pytest
 from fakes.fake_api import FakeApi
 from harness.operator_parts import KEY, Counts, child, labels, owned, pod, put_job, with_cluster
 from spillway.placement.place import LiveBytes
-from spillway_operator.decide.observed import Claim, JobObject, OperatorFacts
+from spillway_operator.decide.observed import Claim, Inspection, JobObject, OperatorFacts
 from spillway_operator.kube.api_client import ApiClient, Unavailable
 from spillway_operator.kube.store import Store, canonical, known_attempts, project_attempt, project_job
 from spillway_operator.measured.cluster import FRESH_SECONDS, OLDEST_PEAKS_SECONDS, Cluster, project_node
@@ -605,5 +605,48 @@ def test_profiles_are_listed_again_when_one_was_written_and_after_half_a_minute(
         assert [await listings(), await listings()] == [2, 2]
         bench.seconds += FRESH_SECONDS
         assert await listings() == 3
+
+    with_cluster(scenario)
+
+
+def test_an_inspected_model_is_read_from_its_configmap_else_from_its_job_and_pod() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        async def look() -> Inspection:
+            found = (await bench.look("inspection")).observed.inspection
+            assert found is not None
+            return found
+
+        bench = Bench(client)
+        bench.store.put_job(put_job(api))
+        assert (await bench.look()).observed.inspection is None, "not asked for"
+        assert await look() == Inspection()
+        metadata: dict[str, Any] = {"namespace": "team", "ownerReferences": owned()}
+        job = {"kind": "Job", "metadata": metadata | {"name": "demo-inspect"}}
+        uid = api.put("jobs", job)["metadata"]["uid"]
+        assert await look() == Inspection(job_uid=uid)
+        pod: dict[str, Any] = {
+            "kind": "Pod", "spec": {},
+            "metadata": {"name": "demo-inspect-x", "namespace": "team", "uid": "p", "labels": {
+                "batch.kubernetes.io/controller-uid": uid,
+            }},
+            "status": {"phase": "Pending", "containerStatuses": [
+                {"name": "trainer", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no"}}}
+            ]},
+        }  # fmt: skip
+        api.put("pods", pod)
+        assert await look() == Inspection(job_uid=uid, obstacle="ImagePullBackOff: no")
+        ending = {"exitCode": 64, "reason": "Error", "message": "no config.json"}
+        api.put("pods", pod | {"status": {"containerStatuses": [{"name": "trainer", "state": {"terminated": ending}}]}})
+        failed = {"conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]}
+        api.put("jobs", job | {"status": failed})
+        found = await look()
+        assert (found.outcome, found.reason) == ("Failed", "BackoffLimitExceeded")
+        assert found.ending is not None and (found.ending.exit_code, found.ending.message) == (64, "no config.json")
+        assert await bench.look() and bench.store.attempts_of(KEY) == (), "it is no attempt"
+        shape = {"kind": "ConfigMap", "metadata": metadata | {"name": "demo-model"}, "data": {"shape": "packed"}}
+        api.put("configmaps", shape)
+        assert await look() == Inspection(shape="packed")
+        api.put("configmaps", shape | {"metadata": {**shape["metadata"], "ownerReferences": owned("other")}})
+        assert await look() == Inspection(foreign="ConfigMap demo-model")
 
     with_cluster(scenario)
