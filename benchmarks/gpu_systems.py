@@ -172,8 +172,8 @@ class Memory:
     def text(self, device_bytes: int, node: NodeSpec) -> str:
         bytes_of = f"device: {device_bytes}, host: {node.host_bytes}, nvme: {node.nvme_bytes}"
         return (
-            f"budget: {{{bytes_of}}}, optimizer: {{placement: {self.placement}, overlap: {self.overlap}}}, "
-            f"activations: {{policy: {self.activations}}}, parameters: {{placement: {self.parameters}}}"
+            f"budget: {{{bytes_of}}}, advanced: {{optimizer: {{placement: {self.placement}, overlap: {self.overlap}}}, "
+            f"activations: {{policy: {self.activations}}}, parameters: {{placement: {self.parameters}}}}}"
         )
 
 

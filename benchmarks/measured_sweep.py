@@ -64,8 +64,10 @@ spec:
   data: {{text: {{path: "{text}"}}, evaluation: {{fraction: "0.0125", everySteps: {every}}}}}
   training: {{steps: {steps}, sequenceLength: 128, globalBatchSize: {batch}, microBatchSize: 4, seed: {seed},
              gradientClipping: "1.0", schedule: {{name: Cosine, warmupSteps: 4}}}}
-  memory: {{optimizer: {{placement: Device}}, activations: {{policy: Keep}}, parameters: {{placement: Resident}},
-           budget: {{device: {device}, host: 256Mi, nvme: 4Gi}}}}
+  memory:
+    budget: {{device: {device}, host: 256Mi, nvme: 4Gi}}
+    advanced:
+      {{optimizer: {{placement: Device}}, activations: {{policy: Keep}}, parameters: {{placement: Resident}}}}
   checkpoint: {{everySteps: {steps}}}
   objective: {{metric: EvaluationLoss, halving: {halving}}}
   members:
@@ -162,7 +164,7 @@ class Laboratory:
         )
         document = JOB.format(
             text=self._text, steps=size.num_steps, every=size.num_steps // REPORTS, batch=size.num_sequences, seed=seed,
-            device=device_bytes, halving=halving, members=members,
+            device=device_bytes, halving=halving or "null", members=members,
         )  # fmt: skip
         return parse_job(document, "the benchmark's job")
 

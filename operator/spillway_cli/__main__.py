@@ -304,7 +304,7 @@ def verify(run: RunArgument, member: MemberOption = None, output: FormatOption =
 
 
 @checkpoints.command(help="Export weights (Hugging Face) or states (DeepSpeed, torch).")
-def export(
+def export(  # noqa: PLR0913, PLR0917 - one argument per option
     run: RunArgument,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new directory.")],
     step: Annotated[int | None, typer.Option(min=0, help="Default: the newest intact one.")] = None,
@@ -312,6 +312,10 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="Weights: bfloat16 (default), float16 or float32.")] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="What loads --as universal: torch (default) or deepspeed.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the weights of their model.")] = False,
+    base: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="What training started from. Default: where it was.")
     ] = None,
     member: MemberOption = None,
     output: FormatOption = Format.TEXT,
@@ -327,6 +331,8 @@ def export(
         None if optimizer is None else one_of(command.LoadingOptimizer, optimizer, "--optimizer"),
         output,
         member,
+        merge,
+        base,
     )
     raise typer.Exit(command.export(options))
 

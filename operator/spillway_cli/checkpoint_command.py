@@ -85,6 +85,10 @@ class ExportOptions:
     output: Format
     member: str | None = None
     """Member of a sweep; None: the best."""
+    merge: bool = False
+    """Whether adapters are added to the model below them."""
+    base: Path | None = None
+    """Directory that training started from; None: where it was during the run."""
 
 
 def saved_by(path: Path, member: str | None = None) -> list[SavedRun]:
@@ -178,6 +182,8 @@ def export(options: ExportOptions) -> int:
     is_weights = options.form is ExportForm.HUGGINGFACE
     if options.optimizer is not None and options.form is not ExportForm.UNIVERSAL:
         raise UserError(f"--optimizer {options.optimizer}: only applies to --as universal; leave it out")
+    if (options.merge or options.base is not None) and not is_weights:
+        raise UserError("--merge and --base are for weights: leave them out, or use --as huggingface")
     need("trainer")
     if options.dtype is not None and not is_weights:
         raise UserError(f"--dtype {options.dtype}: --as {options.form} always writes float32 states; leave it out")
@@ -199,7 +205,10 @@ def export_weights(options: ExportOptions, saved: SavedRun, checkpoint: Path) ->
     from spillway_trainer.interchange import export as exporter  # noqa: PLC0415 - imports torch
 
     dtype = options.dtype or ExportDtype.BFLOAT16
-    files = exporter.export(checkpoint, options.to, tokenizer=tokenizer_of(checkpoint, saved), dtype=dtype.value)
+    files = exporter.export(
+        checkpoint, options.to, tokenizer=tokenizer_of(checkpoint, saved), dtype=dtype.value, merge=options.merge,
+        base=options.base,
+    )  # fmt: skip
     return {"dtype": dtype}, f"{', '.join(files)} in {dtype}, config, tokenizer"
 
 

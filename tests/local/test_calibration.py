@@ -30,7 +30,7 @@ spec:
     config: {{architecture: llama, hiddenSize: 32, numLayers: 2, numHeads: 2, intermediateSize: 64, vocabSize: 300}}
   data: {{text: {{path: {text}}}}}
   training: {{steps: 8, sequenceLength: 32, globalBatchSize: 4, microBatchSize: 2}}
-  memory: {{budget: {{device: 8Mi, host: 32Mi, nvme: 32Mi}}, optimizer: {{placement: Host}}}}
+  memory: {{budget: {{device: 8Mi, host: 32Mi, nvme: 32Mi}}, advanced: {{optimizer: {{placement: Host}}}}}}
   checkpoint: {{everySteps: 100}}
 """
 

@@ -164,7 +164,9 @@ def spillway(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.ci
-def test_exported_model_keeps_its_tokenizer_and_other_weights_are_rejected(text: Path, tmp_path: Path) -> None:
+def test_exported_model_keeps_its_tokenizer_and_other_weights_are_rejected(  # noqa: PLR0915 - one life of a model
+    text: Path, tmp_path: Path
+) -> None:
     """By the command line, from a claim: plan by inspection, run, adapters of a source, refusal of another source."""
     first = job_of(MODELS["gpt2"], text, tmp_path / "first", epoch=1)
     assert local_runs.complete(first, local_runs.disabled_plan(2)) == 0
@@ -173,6 +175,12 @@ def test_exported_model_keeps_its_tokenizer_and_other_weights_are_rejected(text:
         checkpoint = tmp_path / "first" / "checkpoints" / f"step-{step}.e1"
         export(checkpoint, tmp_path / f"model-{step}", tokenizer=tokenizer)
     (tmp_path / "model-3").rename(tmp_path / "model")
+    template, generation = "{% for one in messages %}{{ one.content }}{% endfor %}", {"max_new_tokens": 7}
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
+    said = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    more = {"bos_token": said["eos_token"], "pad_token": said["eos_token"], "model_max_length": 4096}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(said | more))
 
     job, output = tmp_path / "job.yaml", tmp_path / "second"
     source = {"source": {"claim": "models", "subPath": "model"}, "lora": {"rank": 4}}
@@ -190,6 +198,34 @@ def test_exported_model_keeps_its_tokenizer_and_other_weights_are_rejected(text:
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert isinstance(PeftModel.from_pretrained(base, directory), PeftModel)
     assert json.loads((directory / "adapter_config.json").read_text())["base_model_name_or_path"].endswith("model")
+
+    exact, merged = tmp_path / "exact", tmp_path / "merged"
+    for to, more in ((exact, ()), (merged, ("--merge",))):
+        done = spillway("ckpt", "export", str(output), "--to", str(to), "--dtype", "float32", *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, exact).merge_and_unload().state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(merged)
+    assert ours.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False).shape == (1, 5)
+    assert ours.generation_config.max_new_tokens == 7
+    for to in (directory, merged):
+        of_source = AutoTokenizer.from_pretrained(to)
+        assert (of_source.pad_token, of_source.model_max_length) == (said["eos_token"], 4096)
+        assert of_source.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab"
+    assert [name for name, value in ours.state_dict().items() if not torch.equal(value, theirs[name])] == []
+    done = spillway(
+        "ckpt",
+        "export",
+        str(output),
+        "--to",
+        str(tmp_path / "no"),
+        "--merge",
+        "--base",
+        str(tmp_path / f"model-{STEPS}"),
+    )
+    assert done.returncode == 64 and "not the model that training started from" in done.stderr
+    done = spillway("ckpt", "export", str(output), "--to", str(tmp_path / "no"), "--as", "dcp", "--merge")
+    assert done.returncode == 64 and not (tmp_path / "no").exists()
 
     shutil.rmtree(tmp_path / "model")
     (tmp_path / f"model-{STEPS}").rename(tmp_path / "model")

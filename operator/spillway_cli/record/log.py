@@ -264,7 +264,7 @@ def start(time: float, _: int, fields: dict[str, Any]) -> Start:
 
 def sweep(time: float, _: int, fields: dict[str, Any]) -> SweepEvent:
     members = {str(one["name"]): int(one["num_steps"]) for one in fields["members"]}
-    metric, halving = str(fields["objective"]["metric"]), int(fields["objective"].get("halving", 0))
+    metric, halving = str(fields["objective"]["metric"]), int(fields["objective"].get("halving") or 0)
     return SweepEvent(time, int(fields["epoch"]), str(fields["isa"]), members, metric, halving)
 
 

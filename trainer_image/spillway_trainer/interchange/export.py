@@ -35,6 +35,12 @@ _PREFIX = "model."
 _SECOND_NAME = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
 """bert's bias of the output projection; if parameters are tied, save_pretrained() writes only this one."""
 _BASE = "base"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+CARRIED = (
+    _TOKENIZER_CONFIG, "chat_template.jinja", "generation_config.json", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
+"""Files of a source that training does not change."""
+_LORA_A, _LORA_B = ".lora_A.default", ".lora_B.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +69,19 @@ class Exported:
     documents: Mapping[str, dict[str, Any]]
 
 
-def export(checkpoint_path: Path, output: Path, *, tokenizer: Path, dtype: ExportDtype = "bfloat16") -> list[str]:
+def export(
+    checkpoint_path: Path,
+    output: Path,
+    *,
+    tokenizer: Path,
+    dtype: ExportDtype = "bfloat16",
+    merge: bool = False,
+    base: Path | None = None,
+) -> list[str]:
     """Write weights, their description, tokenizer.json and tokenizer_config.json into the new directory `output`;
-    returns the names of the files of weights.
+    returns the names of the files of weights. `merge`: adapters are added to the weights of the model below them.
+    `base`: the directory that training started from, if it is not where it was; what it says of tokenizer, chat and
+    generation is kept.
 
     Raises CheckpointCorrupt when a byte of the checkpoint changed, UserError when `output` exists, `tokenizer` is not
     the one that the model was trained with, or the model is none that other programs know.
@@ -76,19 +92,38 @@ def export(checkpoint_path: Path, output: Path, *, tokenizer: Path, dtype: Expor
     state = checkpoint.manifest.state
     if not tokenizer.is_file() or describe_file(tokenizer).xxh3_128 != state.tokenizer_xxh3:
         raise UserError(f"{tokenizer}: not the tokenizer that {checkpoint} was trained with; give its tokenizer.json")
-    exported = _exported(checkpoint, output, dtype)
+    source = _source(state.model, base)
+    exported = _merged(checkpoint, source, dtype) if merge else _exported(checkpoint, output, dtype)
+    kept = {name: (source / name).read_bytes() for name in CARRIED if source is not None and (source / name).is_file()}
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": state.sequence_length}
     documents = {
         **exported.documents,
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **state.special_tokens,
-            "model_max_length": state.sequence_length,
-        },
+        "tokenizer_config.json": {**own, **json.loads(kept.pop(_TOKENIZER_CONFIG, b"{}")), **state.special_tokens},
     }
-    texts = {name: json.dumps(document, indent=2).encode() for name, document in documents.items()}
+    texts = kept | {name: json.dumps(document, indent=2).encode() for name, document in documents.items()}
     texts["tokenizer.json"] = tokenizer.read_bytes()
     _write_directory(output, exported.weights, getattr(torch, dtype), texts)
     return [file.name for file in exported.weights]
+
+
+def _source(model: Mapping[str, Any], base: Path | None) -> Path | None:
+    """The directory that the model started from; None: it is not here, or there was none.
+
+    Raises UserError for a `base` with other weights."""
+    from ..models.source import open_model_directory  # noqa: PLC0415
+
+    if "source" not in model:
+        if base is not None:
+            raise UserError(f"--base {base}: the model came from the job's seed or an entry point; leave it out")
+        return None
+    path = base or Path(model["source"])
+    if base is None and not path.is_dir():
+        return None
+    if open_model_directory(path).digest() != model["source_xxh3"]:
+        if base is None:
+            return None
+        raise UserError(f"--base {base}: not the model that training started from")
+    return path
 
 
 def _exported(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) -> Exported:
@@ -116,6 +151,46 @@ def _adapters(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) ->
         return Exported((adapters,), documents)
     documents[f"{_BASE}/config.json"] = _config(state.model, dtype)
     return Exported((adapters, _base_model(state)), documents)
+
+
+def _merged(checkpoint: StoredCheckpoint, source: Path | None, dtype: ExportDtype) -> Exported:
+    """The model below the adapters with their products added, in float32, as peft's merge_and_unload() does it."""
+    from ..models import families  # noqa: PLC0415 - imports transformers
+    from ..models.source import open_model_directory  # noqa: PLC0415
+
+    state = checkpoint.manifest.state
+    model = state.model
+    if "lora" not in model:
+        raise UserError(f"{checkpoint}: has no adapters to merge; leave --merge out")
+    if "source" in model and source is None:
+        raise UserError(
+            f"{model['source']}: the model below the adapters is not there, or changed; name it with --base"
+        )
+    directory = None if source is None else open_model_directory(source)
+    empty = families.empty_model(families.config_from(model["config"]))
+    chain = families.chain_of(empty, torch.float32, directory=directory)
+    shapes = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
+    files = {name.removeprefix(_MASTER): tensor.file for name, tensor in checkpoint.manifest.tensors.items()}
+    adapted = {name.replace(_LORA_A, ""): name for name in files if _LORA_A in name}
+    if shared := sorted(adapted.keys() & {*chain.tied, *chain.tied.values()}):
+        raise UserError(f"{checkpoint}: {shared[0]} is used twice and adapted once, so it cannot be merged")
+
+    def stored(name: str) -> Tensor:
+        with safe_open(checkpoint.path / files[name], framework="pt") as opened:
+            value: Tensor = opened.get_tensor(_MASTER + name)
+            return value
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        scale = model["lora"]["lora_alpha"] / model["lora"]["r"]
+        for name, below in chain.initial_values(state.seed):
+            if name in adapted:
+                product = stored(adapted[name].replace(_LORA_A, _LORA_B)) @ stored(adapted[name])
+                below.add_((product.T if model["lora"]["fan_in_fan_out"] else product) * scale)
+            yield name, below
+
+    names_of = partial(huggingface_names, model["config"])
+    weights = _weight_file("model.safetensors", shapes, values, names_of)
+    return Exported((weights,), {"config.json": _config(model, dtype)})
 
 
 def _base_model(state: TrainingState) -> WeightFile:
