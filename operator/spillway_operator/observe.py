@@ -315,6 +315,7 @@ def project_contract(found: Mapping[str, Any]) -> Contract:
         attempt=attempt_number(metadata.get("labels") or {}),
         name=metadata["name"],
         owner_uid=str(controller(metadata).get("uid", "")),
+        uid=str(metadata.get("uid") or ""),
         job_json=str(data.get("job.json", "")),
         plan_json=str(data.get("plan.json", "")),
         decision_json=str(data.get("decision.json", "")),

@@ -44,7 +44,8 @@ def test_an_active_deadline_ends_the_job_at_a_checkpoint(spillway: Installed, na
 def test_a_pending_deadline_names_what_was_in_the_way(spillway: Installed, namespace: str) -> None:
     deadline = {"pendingDeadlineSeconds": 12}
     nowhere = example("one-pod", namespace, checkpoint__claim="nowhere", lifecycle=deadline)
-    unknown = example("one-pod", namespace, checkpoint__claim=None, image="registry.invalid/none:1", lifecycle=deadline)
+    image = {"pod__image": "registry.invalid/none:1"}
+    unknown = example("one-pod", namespace, checkpoint__claim=None, lifecycle=deadline, **image)
     spillway.create(named(nowhere, "no-claim"))
     spillway.create(named(unknown, "no-image"))
     for name, said in (("no-claim", "PersistentVolumeClaim nowhere"), ("no-image", "registry.invalid/none:1")):

@@ -84,7 +84,7 @@ class Cell:
     compute: str = "bfloat16"
     optimizer: str = "Device"
     activations: str = "Keep"
-    """spec.memory: placement and policy; host memory means many small operations."""
+    """spec.memory.advanced: placement and policy; host memory means many small operations."""
     num_micro_batches: int = 2
 
     def job(self) -> TrainingJob:
@@ -104,7 +104,7 @@ spec:
     precision: {{compute: {self.compute}}}
   data: {{builtin: PythonStdlib}}
   training: {{steps: {ROUNDS}, sequenceLength: {self.sequence_length}, {batch}}}
-  memory: {{{tiers}, parameters: {{placement: Resident}}}}
+  memory: {{advanced: {{{tiers}, parameters: {{placement: Resident}}}}}}
 """,
             "the probe's job",
         )

@@ -124,6 +124,7 @@ class Contract:
     """PlanStatus as JSON: the attempt's status.plan, so that a new operator writes the same."""
     attempt_json: str = ""
     """manifests.Decision as JSON: status.attempts once it exists, the nodes that its pods prefer, and more."""
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +231,11 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    kind: Literal["Job", "TrainingJob"]
+    kind: Literal["Job", "ConfigMap", "Service", "TrainingJob"]
     name: str
     uid: str
-    """Precondition. Deletion is in the foreground: the object exists until its children are deleted."""
+    """Precondition. Deletion is in the foreground: the object exists until its children are deleted. Empty: it is the
+    job's own that is deleted, whatever its uid."""
     resource_version: int = 0
     """Precondition, too: the version that the decision is based on; 0 = any."""
 

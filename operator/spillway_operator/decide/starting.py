@@ -21,13 +21,17 @@ from .answer import PATIENCE_SECONDS, give_up, patience, write
 from .attempt_end import Cause
 from .case import Case, seconds_of
 from .conditions import Finding, false, true, unknown
-from .contracts import memory_failures, missing, newest_begun, newest_contract, read_files
+from .contracts import contracts_of, memory_failures, missing, newest_begun, newest_contract, read_files
 from .deadlines import expired
 from .manifests import AttemptFiles
-from .observed import Desired
+from .observed import Deletion, Desired
 from .planning import AttemptHistory, as_decided, is_ours, next_attempts, plan_attempt
 from .progress_status import at_the_start
 
+KEPT_JOBS = 3
+KEPT_CONTRACTS = 20
+MOST_DELETIONS = 16
+"""At a time."""
 FAULTY_SECONDS = 86400.0
 """How long a job avoids a node that failed it."""
 
@@ -178,7 +182,20 @@ def _create(case: Case, files: AttemptFiles) -> Desired:
     uid = case.observed.job.uid
     if any(attempt.name == files.name and attempt.owner_uid != uid for attempt in case.observed.attempts):
         return _wait(case, _conflicts(f"Job {files.name}"))
-    return write(begun(case, files), creates=creates, look_again=PATIENCE_SECONDS)
+    return write(begun(case, files), creates=creates, deletes=_outdated(case), look_again=PATIENCE_SECONDS)
+
+
+def _outdated(case: Case) -> tuple[Deletion, ...]:
+    """What is left of attempts that ended long ago: Jobs but for the newest KEPT_JOBS, whose pods have logs; and
+    contracts but for the newest KEPT_CONTRACTS and those of attempts that ran out of memory, which the next plans
+    learn from."""
+    ended = sorted((one for one in case.owned if one.outcome and not one.deleting), key=lambda one: -one.attempt)
+    jobs = [Deletion("Job", one.name, one.uid) for one in ended[KEPT_JOBS:]]
+    needed = {one.attempt for one in case.status.escalations}
+    newest = sorted(contracts_of(case), key=lambda one: -one.attempt)
+    old = [one for one in newest[KEPT_CONTRACTS:] if one.attempt not in needed and one.uid]
+    services = [Deletion("Service", one.name, "") for one in old if case.num_nodes > 1]
+    return (*jobs, *(Deletion("ConfigMap", one.name, one.uid) for one in old), *services)[:MOST_DELETIONS]
 
 
 def begun(case: Case, files: AttemptFiles) -> Case:

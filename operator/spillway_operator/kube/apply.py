@@ -62,13 +62,18 @@ class Applier:
             if deletion.kind == "TrainingJob":
                 await self._delete_training_job(job, deletion)
                 continue
-            resource = RESOURCE_OF[deletion.kind]
+            resource, uid = RESOURCE_OF[deletion.kind], deletion.uid
             try:
-                found = await self._client.delete(resource, job.namespace, deletion.name, deletion.uid)
+                if not uid:
+                    known = (await self._client.get(resource, job.namespace, deletion.name))["metadata"]
+                    if controller(known).get("uid") != job.uid:
+                        continue
+                    uid = known["uid"]
+                found = await self._client.delete(resource, job.namespace, deletion.name, uid)
             except (NotFound, Conflict):  # deleted, or replaced by another one
                 self._gone(deletion)
                 continue
-            if found.get("kind") == deletion.kind:  # only marked: remember it, or the next round deletes it again
+            if found.get("kind") == "Job":  # only marked: remember it, or the next round deletes it again
                 self._store.put_attempt(project_attempt(found))
             else:
                 self._gone(deletion)

@@ -11,8 +11,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Any
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 from pydantic import ValidationError
@@ -32,7 +34,7 @@ from spillway.planning.pod_resources import pod_resources
 from ..decide.case import known_seconds
 from ..decide.manifests import DECISION_KEY, JOB_KEY, PLAN_KEY, attempt_name, decided_memory
 from ..decide.observed import JobObject
-from ..kube.api_client import CONFIG_MAPS, MEMORY_PROFILES, ApiClient, ApiError, NotFound
+from ..kube.api_client import CONFIG_MAPS, MEMORY_PROFILES, ApiClient, ApiError, Conflict, NotFound
 from ..kube.store import Key, controller
 from ..log import about
 from ..progress.outbox import Received
@@ -44,6 +46,8 @@ PROFILE_SECONDS = 30.0
 LOOK_SECONDS = 5.0
 PEAK_STEP = 1.01
 """Smallest factor by which a pod's peak must grow to be news; PodEvidence's margins are wider."""
+MOST_PROFILES = 200
+"""Per namespace."""
 MOST_CONTRACTS = 256
 """Contracts kept in memory, some 30 KiB each; others are read again when needed."""
 
@@ -272,6 +276,7 @@ class MemoryProfiles:
         }
         try:
             if existing is None:
+                await self._make_room(namespace)
                 await self.client.apply(
                     MEMORY_PROFILES, namespace, name, head | {"spec": updated.part(MemoryProfileSpec)}
                 )
@@ -283,6 +288,13 @@ class MemoryProfiles:
             self._written = recent | {profile: now}
             self.written(namespace)
         return True
+
+    async def _make_room(self, namespace: str) -> None:
+        """Deletes the profiles of a namespace that were observed longest ago, if there are MOST_PROFILES."""
+        listed = (await self.client.list(MEMORY_PROFILES, namespace, _observed)).items
+        for _, name, uid in sorted(listed)[: max(0, 1 + len(listed) - MOST_PROFILES)]:
+            with suppress(NotFound, Conflict):
+                await self.client.delete(MEMORY_PROFILES, namespace, name, uid)
 
     def _with(self, existing: MemoryProfile | None, waiting: Waiting) -> MemoryProfile | None:
         """The profile with one attempt's news; None if nothing changes or the news is invalid."""
@@ -312,6 +324,12 @@ class MemoryProfiles:
             return MemoryProfile.read(found)
         except (NotFound, ValidationError):
             return None
+
+
+def _observed(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    """When a profile was last observed (RFC 3339), its name and uid."""
+    time = str((found.get("status") or {}).get("observedTime") or found["metadata"].get("creationTimestamp") or "")
+    return time, found["metadata"]["name"], found["metadata"]["uid"]
 
 
 def is_news(reported: ReportedPeaks, seen: ReportedPeaks | None) -> bool:

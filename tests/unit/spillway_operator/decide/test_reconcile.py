@@ -1102,3 +1102,31 @@ def num_calls(work: Callable[[], object]) -> int:
 
 def test_grace_of_the_model_is_that_of_a_pod() -> None:
     assert GRACE >= 30
+
+
+# --- what is left behind ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "jobs"), [(2, 0), (4, 0), (5, 1), (30, 16)])
+def test_jobs_of_attempts_that_ended_long_ago_are_deleted_with_the_next_start(number: int, jobs: int) -> None:
+    ended = tuple(attempt(one, outcome="Failed", outcome_time="2026-11-21T09:00:00Z") for one in range(1, number))
+    status = {"attempts": {"total": number - 1, "ended": number - 1}}
+    desired = decide(observed(status=status, attempts=ended))
+    assert [one["kind"] for one in desired.creates] == ["ConfigMap", "Job"]
+    assert [one.name for one in desired.deletes] == [f"{NAME}-{old}" for old in range(number - 4, 0, -1)][:jobs]
+    assert all((one.kind, one.uid) == ("Job", f"job-{one.name.rpartition('-')[2]}") for one in desired.deletes)
+
+
+def test_old_contracts_are_deleted_but_those_of_attempts_that_ran_out_of_memory() -> None:
+    two_pods = {"spec.parallelism.nodes": 2}
+    kept = [Contract(one, f"{NAME}-{one}", UID, "{}", "{}", "{}", "{}", f"map-{one}") for one in range(1, 26)]
+    ran_out = {"attempt": 2, "reason": "DeviceOutOfMemory"}
+    status = {"attempts": {"total": 25, "ended": 25}, "escalations": [ran_out]}
+    desired = decide(observed(two_pods, status=status, contracts=tuple(kept)))
+    found = [(one.kind, one.name, one.uid) for one in desired.deletes]
+    assert found == [
+        *(("ConfigMap", f"{NAME}-{old}", f"map-{old}") for old in (5, 4, 3, 1)),
+        *(("Service", f"{NAME}-{old}", "") for old in (5, 4, 3, 1)),
+    ]
+    stranger = tuple(replace(one, owner_uid="other") for one in kept)
+    assert decide(observed(two_pods, status=status, contracts=stranger)).deletes == ()

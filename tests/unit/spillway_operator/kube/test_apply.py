@@ -119,6 +119,23 @@ def test_a_deletion_names_the_uid_and_waits_for_the_pods() -> None:
     with_cluster(scenario)
 
 
+def test_an_old_contract_and_service_are_deleted_if_they_are_the_jobs_own() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        store, applier = started(api, client)
+        job = store.jobs.get(KEY)
+        assert job is not None
+        uid = api.put("configmaps", child("ConfigMap"))["metadata"]["uid"]
+        foreign = child("Service", 2)
+        foreign["metadata"]["ownerReferences"] = owned("another")
+        for service in (child("Service"), foreign):
+            api.put("services", service)
+        old = (Deletion("ConfigMap", "demo-1", uid), *(Deletion("Service", f"demo-{n}", "") for n in (1, 2, 3)))
+        await applier.delete(job, old)
+        assert {key for key in api.objects if key[0] in ("configmaps", "services")} == {("services", "team", "demo-2")}
+
+    with_cluster(scenario)
+
+
 def test_deleted_job_is_known_to_be_deleting_before_the_watch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         store, applier = started(api, client)

@@ -115,6 +115,25 @@ def test_a_first_peak_makes_the_profile_and_a_repeated_one_asks_nothing() -> Non
     on_a_bench(scenario)
 
 
+def test_of_too_many_profiles_those_observed_longest_ago_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_profiles, "MOST_PROFILES", 3)
+
+    async def scenario(bench: Bench) -> None:
+        for day in (4, 2, 1, 3):
+            metadata = {"name": f"of-day-{day}", "namespace": KEY[0], "uid": f"uid-{day}"}
+            times = {"observedTime": f"2026-11-0{day}T00:00:00Z"}
+            bench.api.put("memoryprofiles", {"metadata": metadata, "spec": {}, "status": times})
+        bench.api.put("memoryprofiles", {"metadata": {"name": "of-day-1", "namespace": "elsewhere"}, "spec": {}})
+        await bench.reported(300 << 20)
+        left = {
+            name for plural, namespace, name in bench.api.objects if (plural, namespace) == ("memoryprofiles", KEY[0])
+        }
+        assert len(left) == 3 and {"of-day-3", "of-day-4"} < left
+        assert ("memoryprofiles", "elsewhere", "of-day-1") in bench.api.objects
+
+    on_a_bench(scenario)
+
+
 def test_profile_is_written_at_most_every_half_minute_and_loses_nothing() -> None:
     async def scenario(bench: Bench) -> None:
         for peak in range(300, 310):
