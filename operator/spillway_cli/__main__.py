@@ -337,6 +337,19 @@ def export(  # noqa: PLR0913, PLR0917 - one argument per option
     raise typer.Exit(command.export(options))
 
 
+@checkpoints.command(help="List, and delete, checkpoints of TrainingJobs that no longer exist.")
+def gc(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where a claim with checkpoints is mounted.")],
+    older_than: Annotated[str, typer.Option(help="Only what was not written for so long: 30m, 12h, 7d.")] = "1d",
+    delete: Annotated[bool, typer.Option("--delete", help="Delete them; default: only list.")] = False,
+    context: ContextOption = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from . import unused_checkpoints  # noqa: PLC0415
+
+    raise typer.Exit(unused_checkpoints.collect(directory, older_than, context, output, delete=delete))
+
+
 @checkpoints.command("import", help="Start a run from DeepSpeed or torch states.")
 def import_(  # noqa: PLR0913, PLR0917 - one argument per option
     source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Directory of another program's checkpoint.")],

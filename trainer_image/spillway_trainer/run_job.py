@@ -26,7 +26,7 @@ from .activation_spill import Chosen
 from .assemble import FROZEN, Assembly, Tiers, assemble, check_device, initial_states
 from .cgroup import usable_cores, with_usable_threads
 from .checkpoints import tensors as checkpoint
-from .checkpoints.directory import CheckpointNotWritten, Epoch
+from .checkpoints.directory import CheckpointNotWritten, Epoch, Owner
 from .checkpoints.manifest import TrainingState
 from .corpus.building_peak import peak_of_building, room_for_more_text
 from .corpus.data import TokenBatches
@@ -213,7 +213,8 @@ def operators_environment(ranks: Ranks) -> Mapping[str, str]:
 
 
 def start_epoch(job: JobFile) -> Epoch:
-    epoch = Epoch.start(Path(job.checkpoint_directory), job.epoch)
+    owner = Owner(job.namespace, job.name, job.uid) if job.in_cluster else None
+    epoch = Epoch.start(Path(job.checkpoint_directory), job.epoch, owner=owner)
     for problem in epoch.resume.passed_over:
         report(f"checkpoint passed over: {problem}")
     return epoch

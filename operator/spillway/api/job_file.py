@@ -22,6 +22,8 @@ class JobFile(Frozen):
     namespace: str = "default"
     uid: str
     """Distinguishes jobs of the same name: a checkpoint of another uid is never resumed."""
+    in_cluster: bool = False
+    """Whether a TrainingJob of a cluster owns the checkpoint directory."""
     epoch: int = Field(ge=1)
     """Attempt number; it rises with every attempt and fences the writers of earlier ones."""
     spec: TrainingJobSpec

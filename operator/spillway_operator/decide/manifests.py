@@ -157,6 +157,7 @@ def attempt_files(
         name=job.metadata.name,
         namespace=job.metadata.namespace,
         uid=uid,
+        in_cluster=True,
         epoch=attempt,
         spec=spec,
         output_directory=f"{WORK_DIRECTORY}/output",

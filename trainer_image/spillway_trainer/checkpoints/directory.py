@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spillway import __version__
 from spillway.errors import CheckpointCorrupt, Fenced, UserError
@@ -164,6 +164,24 @@ class Pending:
         return StoredCheckpoint(target, manifest)
 
 
+class Owner(NamedTuple):
+    """The TrainingJob whose checkpoints a directory holds."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+def owner_of(directory: Path) -> Owner | None:
+    """By the newest intact epoch file that names one; None for a local run, and for what is no checkpoint directory."""
+    for number in sorted(_epoch_numbers(directory), reverse=True):
+        with suppress(Unsealed, FileNotFoundError):
+            said = unseal((directory / f"epoch-{number}.json").read_bytes()).get("owner")
+            if isinstance(said, dict):
+                return Owner(str(said.get("namespace")), str(said.get("name")), str(said.get("uid")))
+    return None
+
+
 class Epoch:
     """One attempt's hold on the checkpoint directory. Rank 0 has it; the other ranks write into `Pending.path`."""
 
@@ -177,18 +195,25 @@ class Epoch:
         self._verified: set[CheckpointName] = set()
 
     @staticmethod
-    def start(directory: Path, number: int, files: DurableFiles | None = None) -> Epoch:
+    def start(directory: Path, number: int, files: DurableFiles | None = None, owner: Owner | None = None) -> Epoch:
         """Choose what to resume from, say so in epoch-E.json, and clear what killed writers left behind.
 
-        Raises Fenced when this epoch or a later one has already begun, CheckpointCorrupt as `choose_resume`.
+        Raises Fenced when this epoch or a later one has already begun, CheckpointCorrupt as `choose_resume`, UserError
+        for a directory of another owner.
         """
         files = files or DurableFiles()
         try:
             _make_directories(directory, files)
+            known = owner_of(directory)
+            if owner is not None and known is not None and known.uid != owner.uid:
+                raise UserError(
+                    f"{directory}: holds the checkpoints of TrainingJob {known.namespace}/{known.name} (uid "
+                    f"{known.uid}); give this job another checkpoint.subPath"
+                )
             if any(seen >= number for seen in _epochs_seen(directory)):
                 raise _fenced(directory, number)
             epoch = Epoch(directory, number, choose_resume(directory), files)
-            epoch._announce()
+            epoch._announce(owner)
             epoch._remove_leftovers()
         except OSError as error:
             raise CheckpointNotWritten(
@@ -261,11 +286,12 @@ class Epoch:
                 return kept
         return []
 
-    def _announce(self) -> None:
+    def _announce(self, owner: Owner | None) -> None:
         path = self.directory / f"epoch-{self.number}.json"
         temporary = path.with_name(f"{path.name}.tmp")
         base = None if self.parent is None else str(self.parent)
-        content = seal({"version": EPOCH_VERSION, "epoch": self.number, "resumes_from": base})
+        said = {"version": EPOCH_VERSION, "epoch": self.number, "resumes_from": base}
+        content = seal(said if owner is None else {**said, "owner": owner._asdict()})
         self.files.remove_tree(temporary)
         self.files.write(temporary, [memoryview(content)])
         self.files.rename(temporary, path)

@@ -17,6 +17,7 @@ from spillway.errors import CheckpointCorrupt, Fenced, UserError
 from spillway_trainer.checkpoints.directory import (
     CheckpointNotWritten,
     Epoch,
+    Owner,
     choose_resume,
     lineage,
     list_checkpoints,
@@ -351,3 +352,15 @@ def test_a_tensor_in_a_file_that_the_manifest_does_not_list_is_a_problem(tmp_pat
     manifest = replace(checkpoint.manifest, tensors={"master.a": TensorEntry(file, (1,))})
     (checkpoint.path / "manifest.json").write_bytes(manifest.to_bytes())
     assert [problem.found for problem in verify(checkpoint.path)] == [repr(file)]
+
+
+def test_a_directory_of_another_job_is_not_written(tmp_path: Path) -> None:
+    mine, other = Owner("team", "mine", "uid-1"), Owner("team", "other", "uid-2")
+    Epoch.start(tmp_path, 1, owner=mine)
+    with pytest.raises(UserError, match=r"TrainingJob team/mine \(uid uid-1\); give this job another"):
+        Epoch.start(tmp_path, 2, owner=other)
+    assert not (tmp_path / "epoch-2.json").exists()
+    Epoch.start(tmp_path, 2, owner=mine)
+    Epoch.start(tmp_path, 3)  # a local run on what a cluster wrote
+    with pytest.raises(UserError, match="team/mine"):
+        Epoch.start(tmp_path, 4, owner=other)
