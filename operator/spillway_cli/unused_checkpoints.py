@@ -1,7 +1,7 @@
 """`spillway ckpt gc`: checkpoint directories of TrainingJobs that no longer exist.
 
-Only directories that say whose they are are deleted (runs in a cluster write the owner into epoch-E.json), and only once
-nothing was written there for a while: a job may be newer than the list of jobs.
+Deleted is only what says whose it is (runs in a cluster write their owner into epoch-E.json), and only once nothing was
+written there for a while: a job may be newer than the list of jobs.
 """
 
 from __future__ import annotations
