@@ -28,7 +28,6 @@ from .conditions import Finding, false, unknown
 from .manifests import (
     CLAIMS_DIRECTORY,
     INSPECTION_LABEL,
-    MANAGED_BY_LABEL,
     QUEUE_LABEL,
     inspection_pod,
     owner_reference,
@@ -110,7 +109,7 @@ def _why(seen: Inspection) -> str:
 def _job(case: Case, job: TrainingJob) -> Manifest:
     """Runs one pod once, where the job's pods may run."""
     spec, name, facts = job.spec, job.metadata.name, case.observed.facts
-    labels = {INSPECTION_LABEL: name, MANAGED_BY_LABEL: "spillway"}
+    labels = {INSPECTION_LABEL: name}  # not those by which attempts are watched
     if spec.scheduling.queue_name:
         labels[QUEUE_LABEL] = spec.scheduling.queue_name
     claims = {claim: f"{CLAIMS_DIRECTORY}/{claim}" for claim in read_claims(spec)}
@@ -143,7 +142,7 @@ def _config_map(case: Case, shape: str) -> Manifest:
         "kind": "ConfigMap",
         "metadata": {
             "name": shape_name(job.name), "namespace": job.namespace,
-            "labels": {INSPECTION_LABEL: job.name, MANAGED_BY_LABEL: "spillway"},
+            "labels": {INSPECTION_LABEL: job.name},
             "ownerReferences": [owner_reference(job)],
         },
         "immutable": True,

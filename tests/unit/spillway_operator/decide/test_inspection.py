@@ -50,7 +50,7 @@ def test_without_sizes_a_pod_of_the_trainer_image_is_asked_for_them() -> None:
     assert (made["kind"], made["metadata"]["name"]) == ("Job", f"{NAME}-inspect")
     assert made["metadata"]["ownerReferences"][0]["uid"] == UID
     assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
-    assert "spillway.dev/attempt" not in made["metadata"]["labels"], "it is no attempt"
+    assert set(made["metadata"]["labels"]) == {"spillway.dev/inspection", "kueue.x-k8s.io/queue-name"}, "no attempt's"
     template = made["spec"]["template"]
     told = json.loads(template["metadata"]["annotations"]["spillway.dev/inspection"])
     assert told["spec"]["model"]["source"] == {"claim": "models", "subPath": "tiny"}

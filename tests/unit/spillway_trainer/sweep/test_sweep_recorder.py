@@ -74,7 +74,7 @@ def test_every_turn_and_every_end_is_an_event(tmp_path: Path) -> None:
             "epoch": 2,
             "isa": native.isa(),
             "members": [{"name": "a", "num_steps": 10}, {"name": "b", "num_steps": 20}],
-            "objective": {"metric": "EvaluationLoss", "direction": "Minimize", "halving": 0},
+            "objective": {"metric": "EvaluationLoss", "direction": "Minimize", "halving": None},
         },
         {"event": "member_started", "member": "a", "step": 0, **nothing, "reason": ""},
         {"event": "member_parked", "member": "a", "step": 5, **figures, "reason": ""},
