@@ -12,15 +12,31 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    CohereForCausalLM,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralForCausalLM,
+    MixtralForCausalLM,
+    NemotronForCausalLM,
+    Olmo2ForCausalLM,
+    OPTForCausalLM,
+    Phi3ForCausalLM,
+    PhiForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+    StableLmForCausalLM,
+    Starcoder2ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -28,6 +44,7 @@ from transformers import (
 from spillway.api.model import Lora, ModelConfig
 from spillway.errors import UserError
 
+from .any_decoder import AnyDecoder
 from .bert import Bert, drop_second_bias
 from .decoders import Gpt2, LlamaLike
 from .huggingface import HuggingFaceChain, is_adapter
@@ -64,11 +81,21 @@ class Family:
     """Whether sequences are limited to config.max_position_embeddings."""
 
 
+BY_STRUCTURE: tuple[Any, ...] = (
+    CohereForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM, GPTNeoXForCausalLM, GraniteForCausalLM,
+    MixtralForCausalLM, NemotronForCausalLM, Olmo2ForCausalLM, OPTForCausalLM, Phi3ForCausalLM, PhiForCausalLM,
+    Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, StableLmForCausalLM, Starcoder2ForCausalLM,
+)  # fmt: skip
+"""Decoders that are no more than any_decoder.py's structure."""
 FAMILIES: dict[str, Family] = {
     "llama": Family(LlamaForCausalLM, LlamaLike, unused=r"rotary_emb\.inv_freq$"),
     "mistral": Family(MistralForCausalLM, LlamaLike, unused=r"rotary_emb\.inv_freq$"),
     "qwen2": Family(Qwen2ForCausalLM, LlamaLike, unused=r"rotary_emb\.inv_freq$"),
     "qwen3": Family(Qwen3ForCausalLM, LlamaLike, unused=r"rotary_emb\.inv_freq$"),
+    **{
+        model.config_class.model_type: Family(model, AnyDecoder, unused=r"rotary_emb\.inv_freq$")
+        for model in BY_STRUCTURE
+    },
     "gpt2": Family(GPT2LMHeadModel, Gpt2, unused=r"\.attn\.(masked_)?bias$", learned_positions=True),
     "bert": Family(
         BertForMaskedLM,
