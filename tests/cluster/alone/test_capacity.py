@@ -106,6 +106,7 @@ def test_a_job_planned_for_gpus_that_others_hold_moves_to_free_ones(
     spillway: Installed, namespace: str, others: str, gpu_nodes: dict[str, list[str]]
 ) -> None:
     """The operator lists nodes for the first job; then others take the H100s, and it does not know yet."""
+    fresh()
     spillway.create(running_for_an_hour(named(example("one-pod", namespace, checkpoint__claim=None), "lists")))
     spillway.until(lambda job: bool(job["status"].get("plan")), namespace, "lists")
     spillway.bed.apply(*(foreign(others, name, 8) for name in gpu_nodes["h100"]))
@@ -244,7 +245,7 @@ def test_what_fits_only_sharded_is_said_in_one_line_before_a_pod_exists(spillway
     scheduling = {"nodeSelector": {"type": "kwok", POOL: "large"}, "tolerations": [KWOK_TOLERATION]}
     for _ in nodes_of(spillway, [node("large-000", "large", "h100", memory="2Ti")], None):
         spillway.create(example("llama-70b", namespace, scheduling=scheduling))
-        spillway.until(lambda job: job["status"].get("state") == "Refused", namespace, "llama-70b", SECONDS)
+        spillway.until(lambda job: job["status"].get("state") == "Pending", namespace, "llama-70b", SECONDS)
         said = spillway.condition(namespace, "llama-70b", "Planned")
         print(f"\n{said['reason']}: {said['message']}")
         assert said["status"] == "False" and "\n" not in said["message"]
