@@ -268,7 +268,8 @@ def test_a_planned_sweep_on_one_base_stays_within_its_plan(
         "vocabSize: 512, tieWordEmbeddings: true}"
     )
     document = JOB.replace("OBJECTIVE", "").replace("TEXT", str(text))
-    document = document.replace("source: {path: MODEL}", sizes).replace('training: {seed: 7}', 'model: {lora: {rank: 8}}')
+    document = document.replace("source: {path: MODEL}", sizes)
+    document = document.replace("training: {seed: 7}", "model: {lora: {rank: 8}}")
     document += (
         "  memory: {advanced: {parameters: {placement: Stream}}, budget: {device: 8Mi, host: 64Mi, nvme: 64Mi}}\n"
     )

@@ -138,8 +138,8 @@ class Model(Fields):
     config: ModelConfig | None = Field(default=None, description="A transformer by its sizes, initialised at random.")
     source: Location | None = Field(
         default=None,
-        description="A Hugging Face directory with config.json, safetensors and tokenizer.json: llama, mistral, qwen2, "
-        "qwen3, gpt2, bert or t5. Training starts from its weights.",
+        description="A Hugging Face directory with config.json, safetensors and tokenizer.json; docs/models.md lists "
+        "the families. Training starts from its weights.",
     )
     entrypoint: Name | None = Field(
         default=None,

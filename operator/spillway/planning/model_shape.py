@@ -450,6 +450,7 @@ class _Sizes:
 
 ATTENTION_MODULES = (
     "q_proj", "k_proj", "v_proj", "o_proj",  # llama
+    "qkv_proj", "self_attn.dense",  # phi
     "c_attn", "attn.c_proj",  # gpt2
     "query", "key", "value", "attention.output.dense",  # bert
     "q", "k", "v", "o",  # t5

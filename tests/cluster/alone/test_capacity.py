@@ -245,7 +245,7 @@ def test_what_fits_only_sharded_is_said_in_one_line_before_a_pod_exists(spillway
     scheduling = {"nodeSelector": {"type": "kwok", POOL: "large"}, "tolerations": [KWOK_TOLERATION]}
     for _ in nodes_of(spillway, [node("large-000", "large", "h100", memory="2Ti")], None):
         spillway.create(example("llama-70b", namespace, scheduling=scheduling))
-        spillway.until(lambda job: job["status"].get("state") == "Pending", namespace, "llama-70b", SECONDS)
+        wait_until(lambda: spillway.condition(namespace, "llama-70b", "Planned").get("reason") == "DoesNotFit")
         said = spillway.condition(namespace, "llama-70b", "Planned")
         print(f"\n{said['reason']}: {said['message']}")
         assert said["status"] == "False" and "\n" not in said["message"]

@@ -20,6 +20,7 @@ from peft import get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
@@ -48,6 +49,7 @@ from spillway_trainer.corpus.data import Batch
 from spillway_trainer.corpus.objective import TrainingObjective, prefix_length
 from spillway_trainer.interchange import export
 from spillway_trainer.models.build import build_model
+from spillway_trainer.models.families import BY_STRUCTURE, FAMILIES
 from spillway_trainer.models.huggingface import HuggingFaceChain
 from spillway_trainer.models.source import PREFIX
 from spillway_trainer.trainer import Passes
@@ -72,6 +74,22 @@ SOURCES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
 }  # fmt: skip
+OF_STRUCTURE: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": 5},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5},
+}
+"""What their configurations have beside SIZES."""
+TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def of_structure(family: str) -> PreTrainedModel:
+    return FAMILIES[family].model(AutoConfig.for_model(family, **SIZES, **TOKENS, **OF_STRUCTURE.get(family, {})))
+
+
+SOURCES |= {
+    model.config_class.model_type: partial(of_structure, model.config_class.model_type) for model in BY_STRUCTURE
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -228,6 +246,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5": {"architecture": "t5", "config": {"dropout": "0.1"}},
     "llama, adapters": {"architecture": "llama", "lora": {"rank": 4}},
     "t5, adapters": {"architecture": "t5", "lora": {"rank": 4}},
+    "gemma2": {"family": "gemma2"},
+    "phi3, adapters": {"family": "phi3", "lora": {"rank": 4}},
 }
 MICRO_BATCHES = 2
 
@@ -285,7 +305,11 @@ def train(
     directory: Path,
     compute: str = "bfloat16",
 ) -> Outcome:
-    """Two steps by the real assembly; without a plan in mode Disabled."""
+    """Two steps by the real assembly; without a plan in mode Disabled. `family` in `model`: from such a directory."""
+    if "family" in model:
+        torch.manual_seed(3)
+        of_structure(model.pop("family")).save_pretrained(directory / "source")
+        model["source"] = {"path": str(directory / "source")}
     spec, here = spec_of(compute=compute, **model), str(directory)
     job = JobFile(
         name="small", uid="u", epoch=1, spec=spec, output_directory=here, corpus_directory=here,
@@ -333,7 +357,7 @@ FLOAT16_PLANS = PLANS if FULL else {name: PLANS[name] for name in list(PLANS)[-1
 """under SPILLWAY_DEPTH=all all"""
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "gemma2"])  # its values overflow float16
 def test_every_family_trains_in_float16_and_no_plan_changes_a_bit(model: str, tmp_path: Path) -> None:
     """Adapters as well, whose own gradients are float32 and carry the loss scale all the same."""
     plain = train(dict(MODELS[model]), None, tmp_path, "float16")

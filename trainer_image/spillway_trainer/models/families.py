@@ -18,23 +18,18 @@ from transformers import (
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    GPTNeoXForCausalLM,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralForCausalLM,
-    MixtralForCausalLM,
     NemotronForCausalLM,
     Olmo2ForCausalLM,
-    OPTForCausalLM,
     Phi3ForCausalLM,
     PhiForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2ForCausalLM,
-    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
     StableLmForCausalLM,
     Starcoder2ForCausalLM,
     T5Config,
@@ -82,9 +77,8 @@ class Family:
 
 
 BY_STRUCTURE: tuple[Any, ...] = (
-    CohereForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM, GPTNeoXForCausalLM, GraniteForCausalLM,
-    MixtralForCausalLM, NemotronForCausalLM, Olmo2ForCausalLM, OPTForCausalLM, Phi3ForCausalLM, PhiForCausalLM,
-    Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, StableLmForCausalLM, Starcoder2ForCausalLM,
+    CohereForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM, GraniteForCausalLM,
+    NemotronForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, PhiForCausalLM, StableLmForCausalLM, Starcoder2ForCausalLM,
 )  # fmt: skip
 """Decoders that are no more than any_decoder.py's structure."""
 FAMILIES: dict[str, Family] = {
