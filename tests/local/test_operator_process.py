@@ -27,7 +27,7 @@ from spillway_trainer.launch.launcher import free_ports
 MOST_RESIDENT_BYTES = 120 * 1024**2
 """of the operator with NUM_JOBS jobs under way"""
 NUM_JOBS = 100
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 240.0
 """a loaded machine starts slowly"""
 
 
