@@ -7,17 +7,20 @@ the operator's to say. One seed makes one job.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from cases.bad_manifests import claims_of, observed_spec
+from cases.job_documents import job
 from harness.observations import NOW
 from spillway.api.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH
 from spillway.api.limits import MAX_ENV_BYTES, MAX_RANKS
 from spillway.api.manifest import validate
 from spillway.api.training_job import TrainingJob
 from spillway.placement.cluster_view import ClusterView, LiveBytes, NodeView, Taint
+from spillway.planning.model_shape import shape_of
 from spillway.update_rules import MomentType, UpdateRule
-from spillway_operator.decide.observed import Claim, Desired
+from spillway_operator.decide.observed import Claim, Desired, Inspection
 from spillway_operator.decide.reconcile import reconcile
 
 Document = dict[str, Any]
@@ -359,4 +362,7 @@ def decided(seed: int) -> tuple[dict[str, Any], Desired]:
     spec = document["spec"]
     validate(TrainingJob, document, "fuzz")
     claims = tuple(Claim(name, exists=True, access_modes=("ReadWriteMany",)) for name in sorted(claims_of(spec)))
-    return document, reconcile(observed_spec(spec, claims, fuzzed_cluster(seed)), NOW)
+    seen = observed_spec(spec, claims, fuzzed_cluster(seed))
+    if "source" in spec["model"] or "entrypoint" in spec["model"]:  # found by its pod
+        seen = replace(seen, inspection=Inspection(shape=shape_of(job().spec).packed()))
+    return document, reconcile(seen, NOW)
