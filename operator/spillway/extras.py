@@ -14,6 +14,7 @@ EXTRAS = {
     "trainer": ("torch", "numpy", "tokenizers", "safetensors", "prometheus-client"),
     "operator": ("kubernetes",),
     "hf": ("transformers", "peft"),
+    "fetch": ("s3fs", "aiohttp"),
     "deepspeed": ("deepspeed",),
 }
 """Extra of pyproject.toml -> modules that it brings; a module is named as its distribution."""

@@ -19,6 +19,7 @@ from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode, UserError
 from spillway.extras import need_for
 from spillway_trainer.checkpoints.durable_files import DurableFiles
+from spillway_trainer.fetch import fetch_all
 
 from .console import Format, message_console, print_json, result_console
 from .machine.local_node import probe
@@ -57,6 +58,7 @@ def import_checkpoint(options: ImportOptions) -> int:
         raise UserError(f"--output {options.output}: the path is not valid UTF-8; name another directory")
     if options.output.exists():
         raise UserError(f"--output {options.output}: already exists; name a new directory")
+    fetch_all(job.spec, claims, message_console().print)
     output = options.output.resolve()
     files, temporary = DurableFiles(), output.with_name(f"{output.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -25,6 +25,7 @@ from spillway.api.field_types import (
     RESOURCE_PATTERN,
 )
 from spillway.api.limits import GROUP, MANAGER, MAX_NAME_LENGTH, VERSION
+from spillway.api.model import FETCHED
 from spillway.api.operator_config import CONFIG_NAME
 from spillway.api.rejections import NOT_YET
 from spillway.units import BYTES_PATTERN, POSITIVE_BYTES_PATTERN, POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
@@ -35,6 +36,7 @@ Schema = dict[str, Any]
 KEYWORDS = (
     "enum", "minimum", "maximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "maxProperties",
 )  # fmt: skip
+FETCHING = {"claim": "any", "subPath": "a", "fetch": {"uri": "s3://a/b"}}
 NOBODY = "crd-cases.test/nobody"
 """managedBy of stored jobs: no operator touches them"""
 
@@ -134,6 +136,13 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.data.text.subPath": {"spec.data": {"text": {"claim": "any"}}},
     "spec.data.tokens.subPath": {"spec.data": {"tokens": {"claim": "any"}}},
     "spec.data.evaluation.text.subPath": {"spec.data.evaluation": {"text": {"claim": "any"}}},
+    **{f"spec.model.source.fetch.{name}": {"spec.model": {"source": FETCHING}} for name in ("uri", "secretName")},
+    **{f"spec.data.text.fetch.{name}": {"spec.data": {"text": FETCHING}} for name in ("uri", "secretName")},
+    **{f"spec.data.tokens.fetch.{name}": {"spec.data": {"tokens": FETCHING}} for name in ("uri", "secretName")},
+    **{
+        f"spec.data.evaluation.text.fetch.{name}": {"spec.data.evaluation": {"text": FETCHING}}
+        for name in ("uri", "secretName")
+    },
     **{f"spec.training.lossScale.{name}": FLOAT16 for name in ("initial", "growthInterval")},
     "spec.training.lossScale.minimum": FLOAT16 | {"spec.training.lossScale": {"initial": 1 << 24}},
     "spec.training.optimizer.momentum": {"spec.training.optimizer.name": "SgdMomentum"},
@@ -149,7 +158,7 @@ SAMPLES = {
     POSITIVE_BYTES_PATTERN: "1",
 }  # fmt: skip
 """values by pattern; other patterns allow letters"""
-WHOLE = {"^([0-9a-f]{16})?$": "0123456789abcdef"}
+WHOLE = {"^([0-9a-f]{16})?$": "0123456789abcdef", FETCHED: "s3://a/b"}
 """the same for patterns that allow one length"""
 MISFITS = {
     NUMBER_PATTERN: "-1", QUANTITY_PATTERN: "1 GB", POSITIVE_QUANTITY_PATTERN: "0", BYTES_PATTERN: "64m",
@@ -256,6 +265,8 @@ def text(schema: Schema, length: int) -> str:
         mantissa, e, exponent = bounded.inside[0].partition("e")
         mantissa += "" if "." in mantissa else "."
         return f"{mantissa}{'0' * (length - len(mantissa) - len(e + exponent))}{e}{exponent}"
+    if schema.get("pattern") == FETCHED and length:
+        return f"s3://{'a' * (length - len('s3://'))}"
     if schema.get("pattern") == RESOURCE_PATTERN and length:
         name = "a" * min(MAX_DOMAIN_NAME_LENGTH, max(1, length - len("a/")))
         return f"{'a' * max(1, length - len(name) - 1)}/{name}"
@@ -460,6 +471,16 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
             (f"{path}.subPath", "belongs to a claim"),
         )
         for path in ("spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text")
+    },
+    **{
+        (TRAINING_JOB.kind, path, number): RuleCase(
+            {path: FETCHING}, {path: {**place, "fetch": {"uri": "s3://a/b"}}}, (f"{path}.{field}", words)
+        )
+        for path in ("spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text")
+        for number, place, field, words in (
+            (2, {"path": "/data"}, "fetch", "needs a claim"),
+            (3, {"claim": "any"}, "subPath", "fills a directory of its own"),
+        )
     },
     (TRAINING_JOB.kind, "spec.model.config", 2): RuleCase(
         {"spec.model.config.numHeads": 512}, {"spec.model.config.numHeads": 1024},

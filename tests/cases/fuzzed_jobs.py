@@ -99,7 +99,10 @@ class _Maker:
     def _model(self) -> Document:
         model: Document = {}
         if self._often(RARELY):
-            model["source"] = self._one_of({"claim": "models", "subPath": "llama"}, {"path": "/models/llama"})
+            model["source"] = self._one_of(
+                {"claim": "models", "subPath": "llama"}, {"path": "/models/llama"},
+                {"claim": "models", "subPath": "llama", "fetch": {"uri": "hf://org/llama", "secretName": "keys"}},
+            )  # fmt: skip
         elif self._often(RARELY):
             model["entrypoint"] = "mine:build"
         else:
@@ -139,7 +142,10 @@ class _Maker:
         return config
 
     def _data(self) -> Document:
-        place = self._one_of({"claim": "corpus"}, {"claim": "my.claim", "subPath": "en/wiki"}, {"path": "/data"})
+        place: Document = self._one_of(
+            {"claim": "corpus"}, {"claim": "my.claim", "subPath": "en/wiki"}, {"path": "/data"},
+            {"claim": "corpus", "subPath": "a", "fetch": {"uri": "s3://corpus/a", "secretName": "keys"}},
+        )  # fmt: skip
         kinds: tuple[Document, ...] = ({"builtin": "PythonStdlib"}, {"text": place})
         if self._often(RARELY):
             hugging_face = {"name": "wikitext", "subset": "raw", "split": "train", "textField": "text"}
@@ -363,6 +369,6 @@ def decided(seed: int) -> tuple[dict[str, Any], Desired]:
     validate(TrainingJob, document, "fuzz")
     claims = tuple(Claim(name, exists=True, access_modes=("ReadWriteMany",)) for name in sorted(claims_of(spec)))
     seen = observed_spec(spec, claims, fuzzed_cluster(seed))
-    if "source" in spec["model"] or "entrypoint" in spec["model"]:  # found by its pod
+    if "source" in spec["model"] or "entrypoint" in spec["model"] or "fetch" in str(spec["data"]):  # found by its pod
         seen = replace(seen, inspection=Inspection(shape=shape_of(job().spec).packed()))
     return document, reconcile(seen, NOW)

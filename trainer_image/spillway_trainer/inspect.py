@@ -9,6 +9,7 @@ model's size. What is measured is what autograd does: the storages that it saves
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
@@ -27,11 +28,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spillway.api.limits import INSPECTION_DEADLINE_SECONDS
 from spillway.api.load import load_job
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.planning.model_shape import ModelShape, ParameterShape, Segment
 
+from .fetch import fetch_all
 from .models.build import build_model
 from .models.chain import Chain, as_carried, replace_parameters
 from .segments import writing_nothing
@@ -355,10 +358,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_pod(asked: Path, termination: Path) -> int:
-    """For a pod of the operator's: `asked` holds the spec and where its claims are mounted."""
+    """For a pod of the operator's: `asked` holds the spec and where its claims are mounted. Fetches what is to be
+    fetched, which may take hours, and inspects, which may not."""
     try:
         document = json.loads(asked.read_text(encoding="utf-8"))
-        told = inspect(TrainingJobSpec.model_validate(document["spec"]), document["claims"]).packed()
+        spec = TrainingJobSpec.model_validate(document["spec"])
+        fetch_all(spec, document["claims"], lambda line: print(line, flush=True))
+        faulthandler.dump_traceback_later(INSPECTION_DEADLINE_SECONDS, exit=True)  # where it hangs is told by its log
+        told = inspect(spec, document["claims"]).packed()
         if len(told) > MOST_TERMINATION_BYTES:
             raise UserError("spec.model: its layers differ too much for its shape to fit in a termination message")
     except UserError as error:

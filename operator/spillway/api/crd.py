@@ -45,7 +45,7 @@ from spillway.api.limits import (
     VERSION,
 )
 from spillway.api.memory import Parallelism
-from spillway.api.model import Data, Model
+from spillway.api.model import FETCHED_BELOW, Data, Model
 from spillway.api.operator_config import CONFIG_NAME, OperatorConfigSpec
 from spillway.api.pod import ASSIGNED_BY_CLUSTER, FIXED_WITHOUT_PLAN, REQUESTED_BY_PLAN
 from spillway.api.profiles import MemoryProfileSpec, MemoryProfileStatus, NodeProfileSpec
@@ -134,6 +134,12 @@ _LOCATION = [
     _rule(
         "!has(self.path) || !has(self.subPath) || size(self.subPath) == 0",
         "belongs to a claim; write the whole directory into path",
+        at=".subPath",
+    ),
+    _rule("!has(self.fetch) || has(self.claim)", "needs a claim: an image cannot be written", at=".fetch"),
+    _rule(
+        "!has(self.fetch) || !has(self.claim) || (has(self.subPath) && size(self.subPath) > 0)",
+        FETCHED_BELOW,
         at=".subPath",
     ),
 ]

@@ -14,7 +14,8 @@ MAX_NAME_LENGTH = 52
 """Pod host names, <name>-<attempt>-<index>, must fit 63 characters."""
 MAX_RANKS = 1024
 INSPECTION_DEADLINE_SECONDS = 600
-"""For the pod that builds a model to find its sizes, its image's pull included."""
+"""For the pod that builds a model to find its sizes, its image's pull included; what it fetches has a day."""
+FETCH_DEADLINE_SECONDS = 24 * 3600
 INSPECTION_MEMORY_BYTES = 4 << 30
 """Of that pod: a model without memory, and the libraries."""
 USER_ID = 1000

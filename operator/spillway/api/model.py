@@ -23,6 +23,9 @@ from spillway.api.field_types import (
 from spillway.api.limits import MIN_TEXT_VOCABULARY
 from spillway.errors import UserError
 
+FETCHED = r"^(s3|hf|https?)://[^/\s]\S*$"
+FETCHED_BELOW = "a download fills a directory of its own on the claim: name it"
+
 
 class ModelConfig(Fields):
     """A transformer by its sizes, initialised at random."""
@@ -86,6 +89,20 @@ class ModelConfig(Fields):
         return self
 
 
+class Fetch(Fields):
+    """What fills a directory before it is read for the first time."""
+
+    uri: Annotated[str, Field(max_length=2048, pattern=FETCHED)] = Field(
+        description="s3://bucket/directory, hf://organisation/model, hf://datasets/organisation/name, or the https:// "
+        "address of one file. Of a model: its .json, .safetensors, .jinja, .model and .txt files.",
+    )
+    secret_name: ClaimName | None = Field(
+        default=None,
+        description="Secret whose keys become environment variables of the download, for example AWS_ACCESS_KEY_ID, "
+        "AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or HF_TOKEN. Default: none.",
+    )
+
+
 class Location(Fields):
     """A directory: on a claim, or a path as the trainer sees it."""
 
@@ -94,12 +111,19 @@ class Location(Fields):
     path: Annotated[Text, Field(min_length=1)] | None = Field(
         default=None, description="Directory or file as the trainer sees it: in its image, on disk in a local run."
     )
+    fetch: Fetch | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        description="Download that fills the directory once; what is there already is used as it is. Default: none.",
+    )
 
     @model_validator(mode="after")
     def _claim_or_path(self) -> Self:
         problems = exactly_one(self, ("claim", "path"))
         if self.path is not None and self.sub_path:
             problems.append(("subPath", "belongs to a claim; write the whole directory into path"))
+        if self.fetch is not None and self.claim is not None and not self.sub_path:
+            problems.append(("subPath", FETCHED_BELOW))
         refuse(problems)
         return self
 

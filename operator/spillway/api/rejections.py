@@ -52,7 +52,11 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
         (on_devices and strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
          "runs on CPUs only so far; use Ddp on Cuda devices (`spillway plan` compares all strategies)"),
     ]  # fmt: skip
-    return _refused(found, job)
+    return _refused(found, job) + [
+        FieldProblem(f"spec.{field}.fetch", place.fetch.uri, "needs a claim: an image cannot be written")
+        for field, place in job.spec.places.items()
+        if place.fetch is not None and place.claim is None
+    ]
 
 
 def _drops_in_llama_with_lora(model: Model) -> bool:
@@ -80,7 +84,8 @@ def _given(job: TrainingJob, path: str) -> str:
 _CLUSTER_ONLY = (
     "parallelism.nodes", "parallelism.devicesPerNode", "parallelism.strategy", "model.precision.gradientReduce",
     "memory.advanced.activations.hostReserve", "spill.storageClassName", "spill.numVolumes",
-    "checkpoint.subPath", "pod", "scheduling", "lifecycle.activeDeadlineSeconds",
+    "checkpoint.subPath", "model.source.fetch.secretName", "data.text.fetch.secretName",
+    "data.evaluation.text.fetch.secretName", "pod", "scheduling", "lifecycle.activeDeadlineSeconds",
     "lifecycle.pendingDeadlineSeconds", "lifecycle.stallSeconds", "lifecycle.ttlSecondsAfterFinished", "managedBy",
     "suspend",
 )  # fmt: skip

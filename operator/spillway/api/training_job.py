@@ -56,6 +56,11 @@ class TrainingJobSpec(Fields):
         return {field: place for field, place in places.items() if place is not None}
 
     @property
+    def places(self) -> dict[str, Location]:
+        """Every directory that the job reads, by field below spec: the model's, and those of `texts`."""
+        return self.texts | ({} if self.model.source is None else {"model.source": self.model.source})
+
+    @property
     def compared_by(self) -> Objective:
         """The objective; without one evaluation loss where there is any, else the loss."""
         if self.objective is not None:

@@ -19,6 +19,7 @@ from spillway.planning.corrections import Corrections
 from spillway.planning.model_shape import ModelShape
 from spillway.units import format_bytes, format_count, format_seconds
 from spillway_trainer.cgroup import usable_cores
+from spillway_trainer.fetch import fetch_all
 from spillway_trainer.tiers.volumes import refuse_memory
 
 from ..console import Format, message_console, print_json, result_console, table
@@ -71,6 +72,7 @@ def run(options: RunOptions) -> int:
     unused = local_run.unused_fields(job.spec, options.num_ranks)
     if unused:
         console.print(f"not used locally: {', '.join(unused)}")
+    fetch_all(job.spec, claims, console.print)
     shape = inspected_shape(options.job, job, claims)
     own = partial(own_profile, usable_cores(Path("/")), given=options.node)
     first, *_ = local_devices(job.spec, find_gpus(), options.num_ranks, trained_on(RunDirectory(options.output)))

@@ -110,6 +110,9 @@ def _missing(
     else:
         path, name, value = claims[location.claim] / location.sub_path, "subPath", location.sub_path
         wanted = f"{path} does not exist; correct it, or the --claim"
+    if not path.exists() and location.fetch is not None:
+        not_yet = "not fetched yet; spillway run fetches it before it plans"
+        return FieldProblem(f"{field}.{name}", value, not_yet) if claims is None else None
     if not path.exists():
         return FieldProblem(f"{field}.{name}", value, wanted)
     try:

@@ -167,6 +167,11 @@ def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding |
         problem = _checkpoint_claim_problem(kept, spec.parallelism.nodes, found[kept].access_modes)
         if problem is not None:
             return problem
+    for field, place in spec.places.items():
+        modes = found[place.claim].access_modes if place.claim else ()
+        if place.fetch is not None and set(modes) == {ROX}:
+            needed = f"spec.{field}.claim = {place.claim}: a download is written to it; it is {ROX}"
+            return false(c.PLANNED, c.CLAIM_NOT_WRITABLE, needed)
     problems = (
         _text_claim_problem(f"{field} = {name}", spec.parallelism.nodes, found[name].access_modes)
         for name, field in read_claims(spec).items()

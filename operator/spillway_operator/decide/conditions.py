@@ -100,8 +100,8 @@ REASONS: dict[str, dict[str, str]] = {
     },
     PLANNED: {
         "Planned": "a memory plan was made; the message says where the attempt should run, and why",
-        INSPECTING: "Unknown: a pod builds the model without allocating it, to find its sizes",
-        INSPECTION_FAILED: "False: the model could not be built to find its sizes; deleting the Job starts another try",
+        INSPECTING: "Unknown: a pod fetches what the job reads, and builds the model to find its sizes",
+        INSPECTION_FAILED: "False: the download or the building of the model failed; deleting the Job tries again",
         "NoNode": "False: no node can run a pod of this job now; retried",
         "DoesNotFit": "False: no plan fits the existing nodes; the message has the missing bytes and the nearest "
         "configuration that fits; retried, because nodes change",

@@ -1,6 +1,7 @@
-"""Models whose sizes the spec does not give (model.source, model.entrypoint): a pod builds them and tells their shape.
+"""What a pod prepares before a job is planned: it fetches what the job reads (fetch), and builds a model whose sizes
+the spec does not give (model.source, model.entrypoint), to tell its shape.
 
-    no shape yet          -> Job <job>-inspect: the trainer image builds the model without allocating it
+    no shape yet          -> Job <job>-inspect: the trainer image fetches, then builds the model without allocating it
     its pod ended well    -> ConfigMap <job>-model, immutable: the shape, from which every attempt is planned
     its pod failed        -> condition Planned=False; deleting the Job starts another one
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from spillway.api.limits import INSPECTION_DEADLINE_SECONDS, INSPECTION_MEMORY_BYTES
+from spillway.api.limits import FETCH_DEADLINE_SECONDS, INSPECTION_DEADLINE_SECONDS, INSPECTION_MEMORY_BYTES
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import ExitCode
 from spillway.placement.place import pod_tolerations
@@ -41,7 +42,15 @@ SHAPE_KEY = "shape"
 
 
 def is_needed(spec: TrainingJobSpec) -> bool:
-    return spec.model.config is None
+    return spec.model.config is None or bool(_fetched(spec))
+
+
+def _fetched(spec: TrainingJobSpec) -> list[str]:
+    return [place.fetch.uri for place in spec.places.values() if place.fetch is not None]
+
+
+def _deadline_seconds(spec: TrainingJobSpec) -> int:
+    return FETCH_DEADLINE_SECONDS if _fetched(spec) else INSPECTION_DEADLINE_SECONDS
 
 
 def job_name(name: str) -> str:
@@ -62,15 +71,15 @@ def inspected(case: Case, job: TrainingJob, seen: Inspection) -> ModelShape | De
         problem = f"ConfigMap {shape_name(name)} holds no shape that this operator can read; delete it"
         return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, problem))
     if not seen.job_uid:
-        return write(case.found(_inspecting(name, "")), creates=(_job(case, job),), look_again=LOOK_SECONDS)
+        return write(case.found(_inspecting(job, "")), creates=(_job(case, job),), look_again=LOOK_SECONDS)
     if not seen.outcome:
-        return write(case.found(_inspecting(name, seen.obstacle)), look_again=LOOK_SECONDS)
+        return write(case.found(_inspecting(job, seen.obstacle)), look_again=LOOK_SECONDS)
     again = Deletion("Job", job_name(name), seen.job_uid)
     if seen.ending is None and seen.reason != "DeadlineExceeded":  # the pod was lost, not the model wrong
-        return write(case.found(_inspecting(name, "its pod was lost")), deletes=(again,), look_again=PATIENCE_SECONDS)
+        return write(case.found(_inspecting(job, "its pod was lost")), deletes=(again,), look_again=PATIENCE_SECONDS)
     if seen.outcome == "Complete" and seen.ending is not None and read_shape(seen.ending.message) is not None:
         return write(case, creates=(_config_map(case, seen.ending.message.strip()),), look_again=0.0)
-    return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, f"{_why(seen)}; correct it, then try again: "
+    return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, f"{_why(seen, job.spec)}; correct it, then try again: "
                               f"kubectl delete job {job_name(name)} -n {job.metadata.namespace}"))  # fmt: skip
 
 
@@ -89,14 +98,18 @@ def _waits(case: Case, found: Finding) -> Desired:
     return write(case.found(found), look_again=PATIENCE_SECONDS)
 
 
-def _inspecting(name: str, obstacle: str) -> Finding:
-    what = f"Job {job_name(name)} builds the model without allocating it, to find its sizes"
+def _inspecting(job: TrainingJob, obstacle: str) -> Finding:
+    name, fetched = job_name(job.metadata.name), _fetched(job.spec)
+    what = f"Job {name} builds the model without allocating it, to find its sizes"
+    if fetched:
+        log = f"kubectl logs -f job/{name} -n {job.metadata.namespace}"
+        what = f"Job {name} fetches {', '.join(fetched)}, and finds the model's sizes; its progress: {log}"
     return unknown(c.PLANNED, c.INSPECTING, f"{what}: {obstacle}" if obstacle else what)
 
 
-def _why(seen: Inspection) -> str:
+def _why(seen: Inspection, spec: TrainingJobSpec) -> str:
     if seen.reason == "DeadlineExceeded":
-        return f"building the model took longer than {INSPECTION_DEADLINE_SECONDS} s, or its pod could not start"
+        return f"building the model took longer than {_deadline_seconds(spec)} s, or its pod could not start"
     assert seen.ending is not None
     if seen.ending.reason == "OOMKilled":
         limit = format_quantity(INSPECTION_MEMORY_BYTES)
@@ -130,7 +143,7 @@ def _job(case: Case, job: TrainingJob) -> Manifest:
             "ownerReferences": [owner_reference(case.observed.job)],
         },
         "spec": {
-            "backoffLimit": 0, "activeDeadlineSeconds": INSPECTION_DEADLINE_SECONDS, "template": template,
+            "backoffLimit": 0, "activeDeadlineSeconds": _deadline_seconds(spec), "template": template,
         },
     }  # fmt: skip
 

@@ -188,8 +188,7 @@ def checkpoint_directory(spec: TrainingJobSpec, name: str, uid: str) -> str:
 
 def read_claims(spec: TrainingJobSpec) -> dict[str, str]:
     """Claim with text to train or evaluate on, or with a model -> the first field that names it."""
-    places = spec.texts | ({} if spec.model.source is None else {"model.source": spec.model.source})
-    return {place.claim: f"spec.{field}.claim" for field, place in reversed(places.items()) if place.claim}
+    return {place.claim: f"spec.{field}.claim" for field, place in reversed(spec.places.items()) if place.claim}
 
 
 def read_contract(contract: Contract) -> AttemptFiles | None:
@@ -352,19 +351,27 @@ def pod_spec(files: AttemptFiles, facts: OperatorFacts) -> dict[str, Any]:
 
 
 def inspection_pod(spec: TrainingJobSpec, facts: OperatorFacts, tolerations: Sequence[Toleration]) -> dict[str, Any]:
-    """A pod that builds the job's model: on a CPU, with what the job mounts for it, and without a token."""
+    """A pod that fetches what the job reads, and builds its model: on a CPU, with what the job mounts for these, and
+    without a token."""
     source = {"path": "job.json", "fieldRef": {"fieldPath": f"metadata.annotations['{INSPECTION_LABEL}']"}}
     volumes = [
         _mounted("job", {"downwardAPI": {"items": [source]}}, CONTRACT_DIRECTORY, read_only=True),
         _mounted("tmp", {"emptyDir": {}}, SCRATCH_DIRECTORY),
     ]
-    if spec.model.source is not None and (claim := spec.model.source.claim):
-        volumes.append(_mounted("model", _claim(claim), f"{CLAIMS_DIRECTORY}/{claim}", read_only=True))
+    fetched = [place for place in spec.places.values() if place.fetch is not None]
+    written = {place.claim for place in fetched}
+    for claim, field in read_claims(spec).items():
+        if claim in written or (spec.model.source is not None and claim == spec.model.source.claim):
+            at = f"{CLAIMS_DIRECTORY}/{claim}"
+            volumes.append(_mounted(_READ_VOLUMES[field], _claim(claim), at, read_only=claim not in written))
     bounded = {"memory": format_quantity(INSPECTION_MEMORY_BYTES), "ephemeral-storage": "256Mi"}
     resources = {"requests": {"cpu": "500m", **bounded}, "limits": bounded}
     asked = f"{CONTRACT_DIRECTORY}/job.json"
     command = ["python", "-P", "-m", "spillway_trainer.inspect", asked, "--in-pod", TERMINATION_MESSAGE_PATH]
-    pod = _pod(spec, _container(spec, facts, command, resources, volumes), volumes)
+    container = _container(spec, facts, command, resources, volumes)
+    if secrets := sorted({place.fetch.secret_name for place in fetched if place.fetch and place.fetch.secret_name}):
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in secrets]
+    pod = _pod(spec, container, volumes)
     pod["tolerations"] = [_without_empty(one) for one in tolerations]
     if spec.scheduling.node_selector:
         pod["nodeSelector"] = dict(spec.scheduling.node_selector)

@@ -73,7 +73,8 @@ def _shape(case: Case, job: TrainingJob, needed: frozenset[str]) -> ModelShape |
         return Desired(needs=frozenset({"contracts", "inspection"}) | needed)
     if case.observed.inspection.foreign:
         return _wait(case, _conflicts(case.observed.inspection.foreign))
-    return inspection.inspected(case, job, case.observed.inspection)
+    found = inspection.inspected(case, job, case.observed.inspection)
+    return found if isinstance(found, Desired) or job.spec.model.config is None else None  # its sizes are in the spec
 
 
 def _cluster(case: Case) -> ClusterView:

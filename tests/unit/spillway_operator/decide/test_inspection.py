@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cases.job_documents import job
-from harness.cluster_model import NAME, UID, place
+from harness.cluster_model import NAME, NAMESPACE, UID, place
 from harness.observations import NOW, condition, decide, observed
 from spillway.placement.cluster_view import ClusterView
 from spillway.planning.model_shape import ModelShape, model_shape, shape_of
@@ -61,6 +61,54 @@ def test_without_sizes_a_pod_of_the_trainer_image_is_asked_for_them() -> None:
     assert container["resources"]["limits"]["memory"] == "4Gi" and "nvidia.com/gpu" not in str(container)
     assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
     assert made["spec"]["backoffLimit"] == 0 and made["spec"]["activeDeadlineSeconds"] == 600
+
+
+FETCHED: dict[str, Any] = {
+    "spec.model": {
+        "source": {
+            "claim": "models", "subPath": "tiny", "fetch": {"uri": "s3://models/tiny", "secretName": "keys"},
+        },
+    },
+}  # fmt: skip
+
+
+def test_what_is_fetched_comes_by_the_same_pod_with_its_secret() -> None:
+    writable = (Claim("models", True, ("ReadWriteOnce",)),)
+    desired = decide(replace(seen(Inspection(), FETCHED), claims=writable))
+    assert planned(desired) == (
+        "Unknown", "Inspecting",
+        f"Job {NAME}-inspect fetches s3://models/tiny, and finds the model's sizes; its progress: kubectl logs -f "
+        f"job/{NAME}-inspect -n {NAMESPACE}",
+    )  # fmt: skip
+    (made,) = desired.creates
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    (mount,) = [one for one in container["volumeMounts"] if one["name"] == "model"]
+    assert "readOnly" not in mount, "the download is written there"
+    assert made["spec"]["activeDeadlineSeconds"] == 24 * 3600
+
+
+def test_a_download_needs_a_claim_that_can_be_written() -> None:
+    desired = decide(seen(Inspection(), FETCHED))
+    assert planned(desired) == (
+        "False", "ClaimNotWritable",
+        "spec.model.source.claim = models: a download is written to it; it is ReadOnlyMany",
+    )  # fmt: skip
+
+
+def test_fetched_text_is_waited_for_and_the_sizes_of_the_spec_are_planned() -> None:
+    text = {"spec.data": {"text": {"claim": "models", "subPath": "text", "fetch": {"uri": "https://host/a.txt"}}}}
+    writable = (Claim("models", True, ("ReadWriteMany",)),)
+    waits = decide(observed(text, inspection=Inspection(), claims=writable))
+    assert [child["metadata"]["name"] for child in waits.creates] == [f"{NAME}-inspect"]
+    asked: list[ClusterView] = []
+
+    def recorded(wanted: Any, cluster: ClusterView) -> Any:
+        asked.append(cluster)
+        return place(wanted, cluster)
+
+    reconcile(observed(text, inspection=Inspection(shape=SHAPE.packed()), claims=writable), NOW, recorded)
+    assert [one.shape for one in asked] == [None]
 
 
 def test_while_the_pod_builds_the_model_the_job_waits_and_says_for_what() -> None:
