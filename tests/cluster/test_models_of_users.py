@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from harness.installed import Document, Installed, example, named
+from harness.tiny_model import save_model
 from testbed.client import POD_USER
 
 pytestmark = pytest.mark.ci
 SECONDS = 240.0
-VOCABULARY = 300
 
 
-def save_model(directory: Path) -> None:
-    """A small gpt2 with weights, and a tokenizer of bytes."""
-    torch.manual_seed(3)
-    sizes = GPT2Config(vocab_size=VOCABULARY, n_positions=256, n_embd=32, n_layer=3, n_head=2)
-    GPT2LMHeadModel(sizes).save_pretrained(directory)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+def save_for_pods(directory: Path) -> None:
+    save_model(directory)
     for file in (directory, *directory.iterdir()):
         shutil.chown(file, POD_USER, POD_USER)
 
@@ -43,7 +30,7 @@ def of_a_directory(namespace: str, name: str, **model: object) -> Document:
 
 
 def test_a_directory_is_inspected_and_trained_whole_and_with_adapters(spillway: Installed, namespace: str) -> None:
-    save_model(spillway.bed.claim("models", namespace, ("ReadOnlyMany",)) / "gpt2")
+    save_for_pods(spillway.bed.claim("models", namespace, ("ReadOnlyMany",)) / "gpt2")
     spillway.create(of_a_directory(namespace, "whole"))
     spillway.create(of_a_directory(namespace, "adapters", lora={"rank": 4}))
     for name in ("whole", "adapters"):
@@ -68,6 +55,6 @@ def test_a_directory_without_a_model_is_an_error_until_it_is_mended(spillway: In
     print(f"\n{said}")
     assert "gpt2" in said and f"kubectl delete job late-inspect -n {namespace}" in said
     assert spillway.bed.get("jobs", "-n", namespace)["items"][0]["metadata"]["name"] == "late-inspect"
-    save_model(folder / "gpt2")
+    save_for_pods(folder / "gpt2")
     spillway.bed.kubectl("delete", "job", "late-inspect", "-n", namespace)
     spillway.wait(namespace, "late", "Complete", SECONDS)

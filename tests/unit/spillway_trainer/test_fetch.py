@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,8 +14,8 @@ from typing import Any
 
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
 
+from harness.s3_server import KEYS, S3Server
 from spillway.errors import UserError
 from spillway_trainer import fetch as module
 from spillway_trainer.fetch import MODEL_FILES, RECORD, RemoteFile, fetch
@@ -27,20 +26,14 @@ URI, FIELD = "s3://models/tiny", "spec.model.source.fetch.uri"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
+    with S3Server() as running:
+        yield running.url
 
 
 @pytest.fixture
 def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": server}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
     fsspec.config.conf["s3"] = {"skip_instance_cache": True}
     made = fsspec.filesystem("s3", skip_instance_cache=True)
