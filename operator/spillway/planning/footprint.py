@@ -202,8 +202,8 @@ def slot_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
 
 
 def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
-    """Host ring of gradients copied down to the CPU's accumulators."""
-    if optimizer.updated_by_cpu == 0.0:
+    """Host ring of gradients copied down to the CPU's accumulators, where they are not the host's own."""
+    if optimizer.updated_by_cpu == 0.0 or work.in_place:
         return 0
     is_float32 = work.strategy in DIVIDING_STRATEGIES and work.world_size > 1
     gradient = FLOAT32_BYTES if is_float32 else work.shape.trained_bytes

@@ -157,7 +157,7 @@ def backward_loads(
     read = loaded.backward_read + batches * spilled_bytes(work, blocks)
     read += inputs if waits is Policy.NVME else 0
     gradients = batches * cpu_accumulated(work, optimizer, streaming) / work.shards("gradients")
-    down = gradients * work.shape.trained_bytes
+    down = 0.0 if work.in_place else gradients * work.shape.trained_bytes
     accumulate = gradients * (work.shape.trained_bytes + 2 * FLOAT32_BYTES)
     return {
         Resource.COMPUTE: backward_work(work, blocks, optimizer, streaming).seconds(rates)

@@ -2,16 +2,18 @@
 
 A CPU chunk's gradient leaves the device once per micro-batch, in its compute dtype, during backward:
     backward -> d2h into a staging slot -> cpu lane adds it to the host accumulator
-A gradient of a streamed or resident chunk is added on the device, by the compute lane, and never leaves it. Chunks in a
-row go together (`ChunkRun`). With what is taken to be the last gradient of a step, as many as came in the step before,
-the sum of squares is made at once; one that comes after it unmakes it.
+Where the device's memory is the host's there is no copy: the cpu lane adds what backward wrote. So it is with a
+gradient of a streamed or resident chunk, which the compute lane adds on the device. Chunks in a row go together
+(`ChunkRun`), and small gradients wait for more, so that one operation adds several. With what is taken to be the last
+gradient of a step, as many as came in the step before, the sum of squares is made at once; one that comes after it
+unmakes it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -89,6 +91,26 @@ def runs_of(accumulators: Sequence[Accumulator], most_on_host: int) -> list[Chun
     return [ChunkRun.of(run) for run in found]
 
 
+BATCH_BYTES = 1 << 20
+"""Of gradients that are added where they are: what one operation adds at least, if backward makes so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run's part of a gradient, to be added where it is."""
+
+    run: ChunkRun
+    values: Sequence[Tensor]
+    """One a chunk."""
+    region: Region
+    """The whole gradient's."""
+    first: bool
+    """It is the sum so far."""
+    squares: list[kernels.BegunSum] | None
+    read: list[Event]
+    """Gets what frees the gradient."""
+
+
 class GradientWindow:
     """Bounds the gradients that backward has handed over and that are not read yet, and charges them to the device.
 
@@ -101,9 +123,12 @@ class GradientWindow:
         self._in_flight: deque[tuple[int, Sequence[Event]]] = deque()
         self._bytes = 0
 
+    def has_room(self, nbytes: int) -> bool:
+        return self._bytes + nbytes <= self._window_bytes
+
     def admit(self, nbytes: int) -> None:
         """Wait for the oldest gradients until `nbytes` more fit."""
-        while self._in_flight and self._bytes + nbytes > self._window_bytes:
+        while self._in_flight and not self.has_room(nbytes):
             self._retire()
         self._ledger.charge("gradients", nbytes)
         self._bytes += nbytes
@@ -138,7 +163,8 @@ class Gradients:
     ) -> None:
         self._lanes = lanes
         self._accumulators = accumulators
-        self._runs = {name: runs_of(parts, len(staging) // 2) for name, parts in accumulators.items()}
+        most = len(staging) // 2 if staging else 1 << 31
+        self._runs = {name: runs_of(parts, most) for name, parts in accumulators.items()}
         self._tied = tied
         self._once = accumulators.keys() - {*tied, *tied.values()}
         """Uses whose accumulators receive nothing but their own gradients."""
@@ -153,6 +179,9 @@ class Gradients:
         self._arrived: set[str] = set()
         self._exchanged = False
         """Whether the compute lane has added other ranks' sums to the accumulators of this step."""
+        self._waiting: dict[Lane, list[Part]] = {Lane.CPU: [], Lane.COMPUTE: []}
+        """Parts that no operation adds yet."""
+        self._waiting_bytes = 0
 
     def arrived(self, name: str) -> bool:
         return name in self._arrived
@@ -164,23 +193,41 @@ class Gradients:
         """Add a gradient, flat and contiguous, that the compute lane has just written. Returns whether it is taken to
         be the last one of `name` in this step."""
         nbytes = gradient.numel() * gradient.element_size()
+        if not self._window.has_room(nbytes):
+            self.hand_over()
         self._window.admit(nbytes)
         region = Region(nbytes, f"gradient of {name}")
         self._lanes.compute(writes=[region], label=f"backward of {name}")
-        written, first = self._lanes.computed(), name not in self._arrived
+        first = name not in self._arrived
         self._taken[name] += 1
         is_last = self._taken[name] == self._expected[name]
-        read = []
+        read: list[Event] = []
         for run in self._runs[name]:
             run.squares = [] if is_last and name in self._once else None
-            add = self._add_on_host if run.lane is Lane.CPU else self._add_on_device
-            read.append(add(run, gradient, region, written, first))
+            values = [gradient[one.chunk.offset : one.chunk.end] for one in run.accumulators]
+            part = Part(run, values, region, first, run.squares, read)
+            if run.lane is Lane.CPU and self._staging:
+                self._add_through_staging(part)
+            else:
+                self._waiting[run.lane].append(part)
         self._arrived.add(name)
         self._window.add(nbytes, read)
+        self._waiting_bytes += nbytes
+        if self._waiting_bytes >= BATCH_BYTES:
+            self.hand_over()
         return is_last
+
+    def hand_over(self) -> None:
+        """Have added what waits for more."""
+        for lane, parts in self._waiting.items():
+            if parts:
+                self._add_in_place(lane, parts)
+                self._waiting[lane] = []
+        self._waiting_bytes = 0
 
     def sums(self) -> Iterator[Tensor]:
         """What arrived, chunk by chunk, each where it lives and when it is complete; the compute lane may change it."""
+        self.hand_over()
         for run in self._all_arrived():
             run.squares, self._exchanged = None, True
             for accumulator in run.accumulators:
@@ -192,6 +239,7 @@ class Gradients:
 
     def sum_tied_uses(self) -> None:
         """accumulator[owner] += accumulator[alias], in declared order; an alias counts once."""
+        self.hand_over()
         for alias, owner in self._tied.items():
             if not self.arrived(alias):
                 continue
@@ -214,6 +262,7 @@ class Gradients:
 
     def square_sum(self) -> SquareSum:
         """Exact sum of squares of all gradients that arrived; waits for them. Each chunk is read where it lives."""
+        self.hand_over()
         runs = list(self._all_arrived())
         for run in runs:
             if run.squares is None:
@@ -234,6 +283,7 @@ class Gradients:
 
     def leave(self) -> None:
         """Return when none that arrived is on the device as it came."""
+        self.hand_over()
         self._window.drain()
 
     def drop(self) -> None:
@@ -252,61 +302,65 @@ class Gradients:
             if self.arrived(name):
                 yield from runs
 
-    def _add_on_host(self, run: ChunkRun, gradient: Tensor, region: Region, written: Event, first: bool) -> Event:
-        slots = [self._staging.take() for _ in run.accumulators]
-        parts = [gradient[one.chunk.offset : one.chunk.end] for one in run.accumulators]
-        size = gradient.element_size()
-        staged = [slot.buffer.tensor[: part.numel() * size] for slot, part in zip(slots, parts, strict=True)]
+    def _add_through_staging(self, part: Part) -> None:
+        run, values = part.run, part.values
+        slots = [self._staging.take() for _ in values]
+        size = values[0].element_size()
+        staged = [slot.buffer.tensor[: one.numel() * size] for slot, one in zip(slots, values, strict=True)]
         buffers: list[Region] = [slot.buffer for slot in slots]
         nbytes = size * run.nbytes // FLOAT32_BYTES
         copied = self._lanes.submit(
             Lane.D2H,
-            partial(kernels.copy_batch, list(zip(staged, map(as_bytes, parts), strict=True))),
-            reads=[region],
+            partial(kernels.copy_batch, list(zip(staged, map(as_bytes, values), strict=True))),
+            reads=[part.region],
             writes=buffers,
-            after=[written, *(event for slot in slots for event in slot.free)],
+            after=[self._lanes.computed(), *(event for slot in slots for event in slot.free)],
             nbytes=nbytes,
             label=f"gradient {run.label}",
         )
+        part.read.append(copied)
+        there = replace(part, values=[one.view(values[0].dtype) for one in staged])
         added = self._lanes.submit(
             Lane.CPU,
-            partial(self._add, run, [part.view(gradient.dtype) for part in staged], first, run.squares),
+            partial(self._add, [there]),
             reads=[*buffers, *run.memory],
             writes=run.memory,
             after=[copied, *run.settled],
-            nbytes=nbytes + self._added_bytes(run, first),
+            nbytes=nbytes + self._added_bytes(part),
             label=f"accumulate {run.label}",
         )
         for slot in slots:
             slot.free = (added,)
         run.squared = added
         run.settle(added)
-        return copied
 
-    def _add_on_device(self, run: ChunkRun, gradient: Tensor, region: Region, written: Event, first: bool) -> Event:
-        parts = [gradient[one.chunk.offset : one.chunk.end] for one in run.accumulators]
+    def _add_in_place(self, lane: Lane, parts: Sequence[Part]) -> None:
+        memory = [region for part in parts for region in part.run.memory]
+        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         added = self._lanes.submit(
-            Lane.COMPUTE,
-            partial(self._add, run, parts, first, run.squares),
-            reads=[region, *run.memory],
-            writes=run.memory,
-            after=[written, *run.settled],
-            nbytes=gradient.element_size() * run.nbytes // FLOAT32_BYTES + self._added_bytes(run, first),
-            label=f"accumulate {run.label}",
+            lane,
+            partial(self._add, parts),
+            reads=[*(part.region for part in parts), *memory],
+            writes=memory,
+            after=[self._lanes.computed(), *dict.fromkeys(event for part in parts for event in part.run.settled)],
+            nbytes=sum(sum(one.nbytes for one in part.values) + self._added_bytes(part) for part in parts),
+            label=f"accumulate {parts[0].run.label}{more}",
         )
-        run.squared = added
-        run.settle(added)
-        return added
+        for part in parts:
+            part.read.append(added)
+            part.run.squared = added
+            part.run.settle(added)
 
-    def _added_bytes(self, run: ChunkRun, first: bool) -> int:
+    def _added_bytes(self, part: Part) -> int:
         """What adding a gradient, and squaring the sums, reads and writes of the accumulators."""
-        return run.nbytes * ((1 if first else 2) + (run.squares is not None))
+        return part.run.nbytes * ((1 if part.first else 2) + (part.squares is not None))
 
-    def _add(self, run: ChunkRun, parts: Sequence[Tensor], first: bool, squares: list[kernels.BegunSum] | None) -> None:
-        for accumulator, part in zip(run.accumulators, parts, strict=True):
-            self._accumulate(accumulator.values, part, first)
-        if squares is not None:
-            self._add_squares(run, squares)
+    def _add(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            for accumulator, values in zip(part.run.accumulators, part.values, strict=True):
+                self._accumulate(accumulator.values, values, part.first)
+            if part.squares is not None:
+                self._add_squares(part.run, part.squares)
 
     def _add_squares(self, run: ChunkRun, squares: list[kernels.BegunSum]) -> None:
         squares += [self._square_sum(accumulator.values) for accumulator in run.accumulators]

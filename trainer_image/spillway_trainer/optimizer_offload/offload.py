@@ -31,7 +31,7 @@ from ..tiers.extents import round_up
 from ..tiers.lanes import Event, Lane, Lanes
 from ..tiers.nvme_slab import NvmeSlab
 from .assign import Assignment, Chunk, Path, Shares, assign_by_size, assign_chunks
-from .gradients import Gradients, GradientWindow
+from .gradients import BATCH_BYTES, Gradients, GradientWindow
 from .memory import FLOAT32_BYTES
 from .nvme_states import StateWindow
 from .place import NoHomes, Placed, StreamedHomes, place_accumulators, place_chunks
@@ -103,7 +103,7 @@ class OptimizerOffload:
             self._window,
             cpu_update or native,
             device_update or native,
-            max((padded(placed.nbytes) for placed in self._apart() or self._placed), default=0),
+            max([padded(placed.nbytes) for placed in self._apart()], default=BATCH_BYTES),
             in_place,
         )
         window = plan.speculative_parameters if plan.overlap == "Backward" else 0
@@ -138,6 +138,7 @@ class OptimizerOffload:
         if self._begun is not None and self._speculation:
             learning_rate, gradient_scale, count = self._begun
             scalars = count.scalars(owner, parameter, learning_rate, gradient_scale)
+            self._gradients.hand_over()
             self._speculation.taken(self._of[owner], scalars, self._pipeline.ends, is_last=is_last)
 
     def start_backward(self) -> None:
@@ -274,7 +275,9 @@ class OptimizerOffload:
         return (self._gradient_dtype or dtype).itemsize
 
     def _gradient_ring(self, chunks: Sequence[Placed]) -> Ring:
-        sizes = [placed.chunk.size * self._gradient_bytes(placed.dtype) for placed in chunks]
+        """For gradients on their way down; none where the CPU reads them where they are."""
+        on_device = [] if self._in_place else chunks
+        sizes = [placed.chunk.size * self._gradient_bytes(placed.dtype) for placed in on_device]
         return self._staging_ring(sizes, "gradient staging")
 
     def _upload_ring(self) -> Ring:

@@ -6,8 +6,8 @@
     d2h                             | states S0 |   ...       a slot is refilled only after its states went back
 
 Chunks of the CPU in a row are updated, and uploaded, by one operation as long as they are together no larger than the
-largest. Where the device's memory is the host's (`in_place`), each is updated by one of its own, which writes the
-parameter, and nothing is uploaded.
+largest. Where the device's memory is the host's (`in_place`), the update writes the parameters, and nothing is
+uploaded.
 The states of a streamed chunk come and go without the half of their master that the device has (master_halves.py).
 Chunks whose states are on NVMe are updated by the CPU between their read and their write (nvme_states.py). The bound
 for c + g + s + n = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states), of D2H and of the disk,
@@ -62,7 +62,8 @@ class UpdatePipeline:
     cpu_update: Update
     device_update: Update
     group_bytes: int
-    """Most value bytes that one CPU operation updates if it updates several chunks; at most an upload buffer."""
+    """Most value bytes that one CPU operation updates if it updates several chunks; at most an upload buffer, where
+    there are uploads."""
     in_place: bool = False
     """Whether the device's memory is the host's: CPU updates write parameters directly, and nothing is copied up."""
     ends: dict[Chunk, Event] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class UpdatePipeline:
         on_nvme = any(home is not None and home.memory is None for home in homes)
         alike = (homes[0] is None) == (homes[1] is None)
         nbytes = padded(placed.nbytes) + sum(padded(one.placed.nbytes) for one in group)
-        return alike and not (self.in_place or on_nvme) and nbytes <= self.group_bytes
+        return alike and not on_nvme and nbytes <= self.group_bytes
 
     def _update_group(self, group: list[OnCpu], computed: Event, made: dict[Chunk, Event]) -> None:
         if group:

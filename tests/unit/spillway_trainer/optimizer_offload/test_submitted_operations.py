@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from cases.optimizer_cases import HOST_BYTES, NUM_STEPS, Case, drive, offload, outcome, resident, split
 from fakes.lazy_lanes import LazyLanes, LazyOperation
 from spillway.plan import OptimizerPlan
 from spillway_trainer.optimizer.plain import StepOptimizer
+from spillway_trainer.optimizer_offload import gradients
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
 from spillway_trainer.tiers.lanes import Event, Submission
@@ -90,10 +92,18 @@ def test_small_chunks_are_updated_and_uploaded_by_one_operation() -> None:
     assert uploads == [label.replace("update", "upload") for label in updates]
 
 
-def test_what_is_written_in_place_is_updated_chunk_by_chunk() -> None:
+def test_where_the_device_is_the_host_small_tensors_are_one_operation_and_nothing_is_copied() -> None:
     lanes = of_the_third_step(split(1, 0, 0, 4096), in_place=True)
-    assert lanes.num("update") == 5
-    assert lanes.num("upload") == 0
+    assert (lanes.num("accumulate"), lanes.num("update")) == (1, 1)
+    assert (lanes.num("gradient"), lanes.num("upload")) == (0, 0)
+
+
+def test_where_the_device_is_the_host_every_tensor_s_worth_of_a_batch_is_added_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 1)
+    lanes = of_the_third_step(split(1, 0, 0, 4096), in_place=True)
+    assert lanes.num("accumulate") == len(CASE.parameters())
 
 
 def test_forward_waits_for_a_streamed_chunks_update_and_not_for_its_way_back() -> None:
