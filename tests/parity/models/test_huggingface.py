@@ -49,7 +49,7 @@ from spillway_trainer.corpus.data import Batch
 from spillway_trainer.corpus.objective import TrainingObjective, prefix_length
 from spillway_trainer.interchange import export
 from spillway_trainer.models.build import build_model
-from spillway_trainer.models.families import BY_STRUCTURE, FAMILIES
+from spillway_trainer.models.families import class_of
 from spillway_trainer.models.huggingface import HuggingFaceChain
 from spillway_trainer.models.source import PREFIX
 from spillway_trainer.trainer import Passes
@@ -74,22 +74,34 @@ SOURCES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
 }  # fmt: skip
+MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 OF_STRUCTURE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("gpt_neox", "opt", "bloom", "cohere", "olmo2", "phi", "phi3", "starcoder2", "granite"), {}),
+    **dict.fromkeys(("stablelm", "nemotron", "roberta", "electra"), {}),
     "gemma": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 5},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 5},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 5},
+    "falcon": {"alibi": False},
+    "falcon, alibi": {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "distilbert": {"dim": 32, "hidden_dim": 48},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 5},
+    "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "qwen3_moe": {**MOE, "num_experts": 4, "head_dim": 16},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5},
 }
 """What their configurations have beside SIZES."""
 TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 
 
-def of_structure(family: str) -> PreTrainedModel:
-    return FAMILIES[family].model(AutoConfig.for_model(family, **SIZES, **TOKENS, **OF_STRUCTURE.get(family, {})))
+def of_structure(name: str) -> PreTrainedModel:
+    family = name.partition(",")[0]
+    own = OF_STRUCTURE.get(name, {})
+    tokens = TOKENS | ({"pad_token_id": 1} if family == "roberta" else {})
+    return class_of(family, "test")(AutoConfig.for_model(family, **SIZES | tokens | own))
 
 
-SOURCES |= {
-    model.config_class.model_type: partial(of_structure, model.config_class.model_type) for model in BY_STRUCTURE
-}
+SOURCES |= {name: partial(of_structure, name) for name in OF_STRUCTURE}
 
 
 @pytest.fixture(autouse=True, scope="module")
