@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     BertConfig,
     GPT2Config,
@@ -19,6 +20,14 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spillway.api.model import Lora, ModelConfig
@@ -26,7 +35,7 @@ from spillway.errors import UserError
 
 from .huggingface import HuggingFaceChain, is_adapter
 from .lora import add_adapters
-from .source import ModelDirectory, match, stored_name
+from .source import Merge, ModelDirectory, match, stored_name
 from .structure import MASKED, StructuralChain, second_names, structure_of
 from .t5 import T5, share_embedding
 
@@ -184,11 +193,18 @@ def is_known(model: object) -> bool:
     return isinstance(model, PreTrainedModel) and type(model) is class_of(model.config.model_type, "model")
 
 
-def check_model(model: nn.Module, where: str) -> None:
-    """Raises UserError when a model of a known class, made by a user's function, has memory already."""
+def check_model(model: PreTrainedModel, where: str) -> None:
+    """Raises UserError when a model made by a user's function has memory already, or other modules than its class makes
+    of its configuration: that is what is checked for being a chain."""
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if real:
         raise UserError(f"{where}: {real[0]} already has memory; make the model from its configuration, not by loading")
+    made = str(empty_model(model.config)).splitlines()
+    if other := [line.strip() for line, own in zip(str(model).splitlines(), made, strict=False) if line != own]:
+        raise UserError(
+            f"{where}: {type(model).__name__} was changed after it was made: {other[0]}; return it unchanged, or declare a "
+            "Chain (docs/models.md, Entry points)"
+        )
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -220,30 +236,53 @@ def chain_of(
     if directory is not None:
         names = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
         shapes = {name: shape for name, shape in names.items() if not is_adapter(name)}
-        chain.weights = match(directory, shapes, stored_as(chain, directory.tensors, renamed, apart))
+        chain.weights = match(directory, shapes, *stored_as(chain, directory.tensors, renamed, apart))
     return chain
 
 
 def stored_as(
     chain: HuggingFaceChain, stored: Iterable[str], renamed: Mapping[str, str], apart: Collection[str]
-) -> dict[str, str | None]:
+) -> tuple[dict[str, str | None], dict[str, Merge]]:
     """Stored name -> parameter of the chain; None for what the model has no use for (UNUSED, and `apart` beside the
-    parameter's own name). A name that means nothing stays as it is. `renamed`: second name -> name of a parameter."""
-    stored = list(stored)
-    base = chain.model.base_model_prefix + "."
+    parameter's own name). A name that means nothing stays as it is. `renamed`: second name -> name of a parameter.
+
+    And parameter -> how its value is made of several stored ones: experts, as `transformers` merges them.
+    """
+    stored = sorted(stored, key=dot_natural_key)
+    conversions = get_model_conversion_mapping(chain.model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
     parameters = {stored_name(name): name for name, _ in chain.named_parameters()}
-    # save_pretrained() of the model without its head leaves the base's name out.
-    lacks_base = hasattr(chain.model, base[:-1]) and not any(name.startswith(base) for name in stored)
+    known = dict.fromkeys([*parameters, *renamed], True)
     found: dict[str, str | None] = {}
+    patterns: dict[str, dict[str, str]] = {}
     for name in stored:
-        full = base + name if lacks_base and name not in parameters else name
-        # Files of before 2019 have the names of TensorFlow.
-        full = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", full))
+        full, pattern = rename_source_key(name, renamings, converters, chain.model.base_model_prefix, known)
         parameter = parameters.get(renamed.get(full, full))
         if full in apart and renamed[full] in stored:
             found[name] = None
         elif parameter is not None:
             found[name] = chain.tied.get(parameter, parameter)
+            if pattern is not None and name != full:
+                patterns.setdefault(parameter, {})[name] = pattern
         else:
             found[name] = None if UNUSED.search(full) else full
-    return found
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    return found, {name: partial(_merged, stored_name(name), by_pattern, of) for name, of in patterns.items()}
+
+
+def _merged(
+    parameter: str, converters: Mapping[str, WeightConverter], patterns: Mapping[str, str], values: Mapping[str, Tensor]
+) -> Tensor:
+    """The value of `parameter` from stored ones; `patterns`: stored name -> the pattern of its converter."""
+    converter = copy.deepcopy(converters[next(iter(patterns.values()))])
+    for name, pattern in patterns.items():
+        converter.add_tensor(parameter, name, pattern, values[name])
+    merged: Tensor = converter.convert(parameter)[parameter]
+    return merged
+
+
+def stored_pieces(model: PreTrainedModel, name: str, value: Tensor) -> dict[str, Tensor]:
+    """What save_pretrained() writes for a parameter: under its name in files, or as several tensors."""
+    pieces: dict[str, Tensor] = revert_weight_conversion(model, {name: value})
+    return pieces

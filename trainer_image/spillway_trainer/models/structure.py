@@ -31,12 +31,12 @@ from .chain import allocate, token_loss
 from .huggingface import HuggingFaceChain, numbered
 from .source import PREFIX
 
-BATCH, LENGTH = 2, 8
+BATCH, LENGTH = 2, 5
 """Of the run of a small copy."""
 MOST_PARAMETERS = 1 << 26
 """Of a small copy: it is computed on the CPU whenever a model is built."""
 SMALL = {
-    "vocab_size": 32, "vocab_size_per_layer_input": 32, "sliding_window": 4, "attention_chunk_size": 4, "window_size": 4,
+    "vocab_size": 32, "vocab_size_per_layer_input": 32, "sliding_window": 3, "attention_chunk_size": 3, "window_size": 3,
     **dict.fromkeys(
         ("intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "ffn_hidden_size", "moe_intermediate_size",
          "shared_expert_intermediate_size"), 32,
