@@ -76,8 +76,8 @@ SOURCES: dict[str, Callable[[], PreTrainedModel]] = {
 }  # fmt: skip
 MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 OF_STRUCTURE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("gpt_neox", "opt", "bloom", "cohere", "olmo2", "phi", "phi3", "starcoder2", "granite"), {}),
-    **dict.fromkeys(("stablelm", "nemotron", "roberta", "electra"), {}),
+    **{name: {} for name in ("gpt_neox", "opt", "bloom", "cohere", "olmo2", "phi", "phi3", "starcoder2", "granite")},
+    **{name: {} for name in ("stablelm", "nemotron", "roberta", "electra")},
     "gemma": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 5},
     "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     BertConfig,
     GPT2Config,
@@ -53,8 +53,9 @@ SIZES = {
 
 
 UNUSED = re.compile(
-    r"rotary_emb\.inv_freq$|attention\.inv_freq$|\.(attn|attention)\.(masked_)?bias$|\.position_ids$|\.token_type_ids$"
-    r"|(^|\.)pooler\.|^cls\.seq_relationship\.|^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\."
+    r"\.inv_freq$|\.(attn|attention)\.(masked_)?bias$|\.position_ids$|\.token_type_ids$"
+    r"|(^|\.)pooler\.|^cls\.seq_relationship\."
+    r"|^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\."
 )
 """Names in files of what no model here has: buffers, and heads for other objectives."""
 
@@ -64,8 +65,8 @@ def class_of(model_type: object, where: str) -> type[PreTrainedModel]:
     names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MASKED, "t5": "T5ForConditionalGeneration"}
     if str(model_type) not in names:
         raise UserError(
-            f"{where}: model_type {model_type!r} is no text model of transformers {transformers.__version__} with a head "
-            "that predicts tokens; use one of these, or declare a Chain in an entry point (docs/models.md, Entry points)"
+            f"{where}: model_type {model_type!r} is no text model of transformers {transformers.__version__} with a "
+            "head that predicts tokens; use one, or declare a Chain in an entry point (docs/models.md, Entry points)"
         )
     found: type[PreTrainedModel] = getattr(transformers, names[str(model_type)])
     return found
@@ -202,8 +203,8 @@ def check_model(model: PreTrainedModel, where: str) -> None:
     made = str(empty_model(model.config)).splitlines()
     if other := [line.strip() for line, own in zip(str(model).splitlines(), made, strict=False) if line != own]:
         raise UserError(
-            f"{where}: {type(model).__name__} was changed after it was made: {other[0]}; return it unchanged, or declare a "
-            "Chain (docs/models.md, Entry points)"
+            f"{where}: {type(model).__name__} was changed after it was made: {other[0]}; return it unchanged, or "
+            "declare a Chain (docs/models.md, Entry points)"
         )
 
 
@@ -275,7 +276,7 @@ def _merged(
     parameter: str, converters: Mapping[str, WeightConverter], patterns: Mapping[str, str], values: Mapping[str, Tensor]
 ) -> Tensor:
     """The value of `parameter` from stored ones; `patterns`: stored name -> the pattern of its converter."""
-    converter = copy.deepcopy(converters[next(iter(patterns.values()))])
+    converter: Any = copy.deepcopy(converters[next(iter(patterns.values()))])
     for name, pattern in patterns.items():
         converter.add_tensor(parameter, name, pattern, values[name])
     merged: Tensor = converter.convert(parameter)[parameter]

@@ -118,7 +118,7 @@ class HuggingFaceChain(Chain):
                 yield name, value
 
     def deviation(self, name: str) -> float:
-        return float(self.config.initializer_range)
+        return float(getattr(self.config, "initializer_range", self.initializer_range))
 
     def fill_initial(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Adapters start as peft's do: A uniform in +-1 / sqrt(inputs), B zero, so that the sum is the base model."""

@@ -9,11 +9,12 @@ import torch
 from peft import LoraConfig, TaskType, inject_adapter_in_model
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 from transformers.pytorch_utils import Conv1D
 
 from spillway.api.model import Lora
 from spillway.errors import UserError
+
+from .structure import MASKED
 
 ADAPTER = "default"
 PRODUCTS = (nn.Linear, Conv1D)
@@ -32,7 +33,7 @@ def add_adapters(model: Any, lora: Lora) -> None:
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever its type
         lora_dropout=0.0,
         target_modules=sorted(targets),
-        fan_in_fan_out=any(isinstance(module, Conv1D) for target in targets for module in _modules_named(model, target)),
+        fan_in_fan_out=any(type(module) is Conv1D for name in targets for module in _modules_named(model, name)),
         task_type=_task(model),
     )
     with torch.device("meta"), warnings.catch_warnings():
@@ -55,8 +56,8 @@ def attention_of(model: PreTrainedModel) -> tuple[str, ...]:
     }
     if not products:
         raise UserError(
-            f"spec.model.lora: {type(model).__name__} has no matrix products in modules of attention; name its targets in "
-            "targetModules"
+            f"spec.model.lora: {type(model).__name__} has no matrix products in modules of attention; name its targets "
+            "in targetModules"
         )
     targets: dict[str, None] = {}
     for name in sorted(products):
@@ -76,9 +77,7 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     for target in targets:
         found = {type(module) for module in _modules_named(model, target)}
         if not found:
-            products = {
-                name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, PRODUCTS)
-            }
+            products = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, PRODUCTS)}
             raise UserError(
                 f"spec.model.lora.targetModules: {type(model).__name__} has no module {target}; "
                 f"it has {', '.join(sorted(products))}"

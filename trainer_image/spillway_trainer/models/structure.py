@@ -22,26 +22,26 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from spillway.errors import UserError
 
 from ..corpus.objective import TrainingObjective
-from .chain import allocate, token_loss
+from .chain import allocate, token_loss, whole_shape
 from .huggingface import HuggingFaceChain, numbered
 from .source import PREFIX
 
+MASKED: dict[str, str] = dict(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+"""Model type -> class that predicts masked tokens."""
 BATCH, LENGTH = 2, 5
 """Of the run of a small copy."""
 MOST_PARAMETERS = 1 << 26
-"""Of a small copy: it is computed on the CPU whenever a model is built."""
+"""Of a small copy: the CPU computes it whenever a model is built."""
 SMALL = {
-    "vocab_size": 32, "vocab_size_per_layer_input": 32, "sliding_window": 3, "attention_chunk_size": 3, "window_size": 3,
-    **dict.fromkeys(
-        ("intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "ffn_hidden_size", "moe_intermediate_size",
-         "shared_expert_intermediate_size"), 32,
-    ),
-}  # fmt: skip
+    **dict.fromkeys(("vocab_size", "intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "ffn_hidden_size"), 32),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), LENGTH // 2),
+}
 """Sizes of a small copy, by their names in config.json."""
 
 
@@ -68,7 +68,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a layer is called with beside hidden states and tensors: the places of these tensors, and all other values."""
+    """How a layer is called: its arguments after the hidden states, with Tensor in the place of each tensor."""
 
     values: tuple[Any, ...]
     spec: Any
@@ -198,15 +198,9 @@ class StructuralChain(HuggingFaceChain):
         return self.tables(tokens_BT)[int(segment.removeprefix("block"))]  # type: ignore[no-any-return]
 
     def make_tables(self, tokens_BT: Tensor) -> tuple[Any, ...]:
-        """For each layer the Call and its tensors, from a run of the base model's forward without its layers, and with
-        parameters of zeros that take no memory."""
-        base, path = self.model.get_submodule(self.structure.base), self.structure.layers
-        zeros = {
-            name: torch.zeros((), dtype=p.dtype, device=tokens_BT.device).expand(p.shape)
-            for name, p in base.named_parameters(remove_duplicate=False)
-            if not name.startswith(f"{path}.")
-        }
-        calls = []
+        """For each layer the Call and its tensors, from a run of a copy of the base model: its parameters are zeros
+        without memory, its layers do nothing, and it has no hooks."""
+        base, calls = self.model.get_submodule(self.structure.base), []
 
         def capture(x_BTD: Tensor, *positional: Any, **named: Any) -> Any:
             leaves, spec = tree_flatten((positional, named))
@@ -214,14 +208,17 @@ class StructuralChain(HuggingFaceChain):
             calls.append((Call(values, spec), *(leaf for leaf in leaves if isinstance(leaf, Tensor))))
             return (x_BTD, *[None] * (self.structure.num_returned - 1)) if self.structure.num_returned else x_BTD
 
-        training = base.training
-        base.eval()  # or dropout would draw random numbers
-        try:
-            with torch.no_grad(), _replaced(base, path, capture):
-                tokens = torch.zeros_like(tokens_BT)
-                torch.func.functional_call(base, zeros, (), {"input_ids": tokens, "use_cache": False})
-        finally:
-            base.train(training)
+        layers: Any = base.get_submodule(self.structure.layers)
+        replacements: dict[int, Any] = {id(layers): nn.ModuleList(_Stand(layer, capture) for layer in layers)}
+        for parameter in base.parameters():
+            zero = torch.zeros((), dtype=parameter.dtype, device=tokens_BT.device).expand(whole_shape(parameter))
+            replacements[id(parameter)] = nn.Parameter(zero, requires_grad=False)
+        copied = copy.deepcopy(base, replacements).eval()  # else dropout would draw random numbers
+        for module in copied.modules():
+            module._forward_pre_hooks.clear()
+            module._forward_hooks.clear()
+        with torch.no_grad():
+            copied(input_ids=torch.zeros_like(tokens_BT), use_cache=False)
         return tuple(calls)
 
     def deviation(self, name: str) -> float:
@@ -240,20 +237,22 @@ def structure_of(model: PreTrainedModel) -> Structure:
 
     Raises UserError that says why the model is no chain.
     """
-    name = type(model).__name__
+    name, failed = type(model).__name__, None
     _check_config(model.config, name)
-    try:
-        small = _small(model)
+    for sizes in (SMALL, None):
+        small = _small(model, sizes)
         key = type(model), small.to_json_string(use_diff=False)
-        if key not in _KNOWN:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                torch.manual_seed(0)
-                _KNOWN[key] = _proven(type(model), small)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _no_chain(name, f"a small copy of it fails: {type(error).__name__}: {error}") from error
-    return _KNOWN[key]
+        try:
+            if key not in _KNOWN:
+                with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                    torch.manual_seed(0)
+                    _KNOWN[key] = _proven(model, small)
+            return _KNOWN[key]
+        except UserError:
+            raise
+        except Exception as error:
+            failed = failed or error
+    raise _no_chain(name, f"a small copy of it fails: {type(failed).__name__}: {failed}") from failed
 
 
 def _no_chain(name: str, why: str) -> UserError:
@@ -264,6 +263,7 @@ def _no_chain(name: str, why: str) -> UserError:
 
 
 def _check_config(config: Any, name: str) -> None:
+    """Raises UserError for what a chain does not do."""
     if getattr(config, "is_encoder_decoder", False):
         raise _no_chain(name, "it has an encoder and a decoder")
     if getattr(config, "output_router_logits", False):
@@ -290,48 +290,60 @@ def _list_of_layers(model: Any) -> str:
     return found[0]
 
 
-def _small(model: PreTrainedModel) -> PreTrainedConfig:
-    """The configuration with as few layers as show each kind of them, two heads of the same size, and small sizes."""
+def _small(model: PreTrainedModel, sizes: Mapping[str, int] | None) -> PreTrainedConfig:
+    """The configuration with as few layers as show each kind of them; with `sizes`, and two heads of the same width."""
     config: Any = copy.deepcopy(model.config)
     layers: Any = model.get_submodule(_list_of_layers(model))
-    count = len(layers)
-    lists = {name: v for name, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == count}
+    lists = {name: v for name, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == len(layers)}
     kinds = [(str(layer), *(str(v[index]) for v in lists.values())) for index, layer in enumerate(layers)]
-    kept = max(2, *(kinds.index(kind) + 1 for kind in kinds)) if count > 1 else 1
-    if kept < count:
+    kept = min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in kinds)))
+    if kept < len(layers):
         config.num_hidden_layers = kept
         for name, value in lists.items():
             setattr(config, name, value[:kept])
-    sizes = dict(SMALL)
-    if heads := getattr(config, "num_attention_heads", None):
+    if sizes is None:
+        return config  # type: ignore[no-any-return]
+    sizes, heads = dict(sizes), getattr(config, "num_attention_heads", None)
+    if heads:
         width = 2 * (config.hidden_size // heads)
-        width = -(-width // 16) * 16 if getattr(config, "head_dim", None) else width  # as grouped products need it
+        if getattr(config, "head_dim", None):
+            width = -(-width // 16) * 16  # rows of experts must begin at multiples of 16 bytes
+        key_values = ("num_key_value_heads", "num_kv_heads")
         sizes |= {"hidden_size": width, "num_attention_heads": 2}
-    sizes |= {name: 2 if getattr(config, name, 0) == heads else 1 for name in ("num_key_value_heads", "num_kv_heads")}
-    if getattr(config, "word_embed_proj_dim", None) == config.hidden_size:
-        sizes["word_embed_proj_dim"] = sizes.get("hidden_size", config.hidden_size)
-    for name, value in sizes.items():
-        if isinstance(current := getattr(config, name, None), int) and not isinstance(current, bool):
-            setattr(config, name, min(current, value))
-    for name, value in vars(config).items():
-        if name.endswith("_token_id") and isinstance(value, int):
-            setattr(config, name, value % config.vocab_size)
-        elif name.endswith("_token_id") and isinstance(value, list):
-            setattr(config, name, [token % config.vocab_size for token in value])
+        sizes |= {name: 2 if getattr(config, name, 0) == heads else 1 for name in key_values}
+        if getattr(config, "word_embed_proj_dim", None) == config.hidden_size:
+            sizes["word_embed_proj_dim"] = width
+    for name, size in sizes.items():
+        current = getattr(config, name, None)
+        if isinstance(current, int) and not isinstance(current, bool):
+            setattr(config, name, min(current, size))
+    for name, token in list(vars(config).items()):
+        if name.endswith("_token_id") and isinstance(token, int):
+            setattr(config, name, token % config.vocab_size)
     return config  # type: ignore[no-any-return]
 
 
-def _proven(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Structure:
-    """The structure that a run of this model shows, whose chain computes the same logits and gradients."""
+def _outside(model: PreTrainedModel) -> set[str]:
+    """Names of parameters that belong to no layer."""
+    layers = _list_of_layers(model) + "."
+    return {name for name, _ in model.named_parameters() if not name.startswith(layers)}
+
+
+def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
+    """The structure that a run of a small model shows, whose chain computes the same logits and gradients.
+
+    Raises ValueError if it is too large, or has other modules than `model`.
+    """
     with torch.device("meta"):
-        empty: Any = model_class(config)
-    size = sum(p.numel() for p in empty.parameters())
-    if size > MOST_PARAMETERS:
-        raise _no_chain(model_class.__name__, f"a small copy still has {size} parameters, {MOST_PARAMETERS} are checked")
-    whole: Any = model_class(config).float().eval()
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.normal_(0.0, 0.1)
+        empty = type(model)(config)
+    if _outside(model) != _outside(empty):
+        raise ValueError(f"has other parameters: {', '.join(sorted(_outside(model) ^ _outside(empty)))}")
+    if (size := sum(p.numel() for p in empty.parameters())) > MOST_PARAMETERS:
+        raise ValueError(f"has {size} parameters, no more than {MOST_PARAMETERS} are computed")
+    whole: Any = type(model)(config)
+    whole.float().eval()
+    for parameter in whole.parameters():
+        parameter.data.normal_(0.0, 0.1)
     tokens, labels = torch.randint(0, int(whole.config.vocab_size), (2, BATCH, LENGTH))
     structure, logits = _observed(whole, tokens)
     token_loss(logits.float(), labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
@@ -343,37 +355,40 @@ def _proven(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Str
     x: Any = tokens
     for name, segment in chain.segments[:-1]:
         x = segment(x, *chain.arguments(name, tokens, labels, labels.numel()))
-    found = chain.segments[-1][1].logits(x)  # type: ignore[operator]
+    head: Any = chain.segments[-1][1]
+    found = head.logits(x)
     token_loss(found.float(), labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
     if not torch.equal(found, logits):
-        raise _no_chain(model_class.__name__, "on a small copy, the logits of its layers one by one are others")
+        raise _no_chain(
+            type(model).__name__, "on a small copy, its layers one by one give other logits than its forward"
+        )
     return replace(structure, unused=_compared(chain, whole))
 
 
 def _compared(chain: StructuralChain, whole: Any) -> frozenset[str]:
-    """Raises UserError for a gradient that is another; returns the parameters that are not used."""
-    name_of = {name: chain.tied.get(name, name).removeprefix(PREFIX) for name, _ in chain.named_parameters()}
+    """Raises UserError for a gradient that is not that of `whole`; returns the parameters that are not used."""
     sums: dict[str, Tensor] = {}
+    unused = set()
     for name, parameter in reversed(list(chain.named_parameters())):  # the order of backward
+        owner = chain.tied.get(name, name).removeprefix(PREFIX)
         if parameter.grad is not None:
-            owner = name_of[name]
             sums[owner] = sums[owner] + parameter.grad if owner in sums else parameter.grad
-    for name, parameter in whole.named_parameters():
-        expected, found = parameter.grad, sums.get(name)
-        if (expected is None) != (found is None) or not (expected is None or torch.equal(expected, found)):
-            raise _no_chain(
-                type(whole).__name__, f"on a small copy, the gradient of {name} through its layers one by one is another"
-            )
-    unused = {n.removeprefix(PREFIX) for n, p in chain.named_parameters() if p.requires_grad and p.grad is None}
+        elif parameter.requires_grad:
+            unused.add(name.removeprefix(PREFIX))
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
+    wrong = [name for name in expected if name not in sums or not torch.equal(expected[name], sums[name])]
+    if wrong or len(expected) != len(sums):
+        raise _no_chain(
+            type(whole).__name__, f"on a small copy, {', '.join(wrong[:1])} gets another gradient than from its forward"
+        )
     if others := sorted(unused - second_names(whole).keys()):
         raise _no_chain(type(whole).__name__, f"its forward does not use the parameter {others[0]}")
     return frozenset(unused)
 
 
 def second_names(model: Any) -> Mapping[str, str]:
-    """Names of parameters that the class of `model` ties, each with the other name."""
-    tied = model._tied_weights_keys
-    return {owner: alias for alias, owner in tied.items()} if isinstance(tied, dict) else {}
+    """Names of parameters that the class of `model` can tie to another one, each with the name of that."""
+    return {owner: alias for alias, owner in (model._tied_weights_keys or {}).items()}
 
 
 def _observed(whole: Any, tokens: Tensor) -> tuple[Structure, Tensor]:
