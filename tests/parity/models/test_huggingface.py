@@ -20,7 +20,6 @@ from peft import get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
@@ -38,7 +37,16 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from cases.huggingface_models import VOCABULARY, batch_for, filled, small_model, spec_of
+from cases.huggingface_models import (
+    OF_STRUCTURE,
+    SIZES,
+    VOCABULARY,
+    batch_for,
+    filled,
+    of_structure,
+    small_model,
+    spec_of,
+)
 from harness import local_runs
 from harness.depth import FULL
 from spillway.api.job_file import JobFile
@@ -49,15 +57,10 @@ from spillway_trainer.corpus.data import Batch
 from spillway_trainer.corpus.objective import TrainingObjective, prefix_length
 from spillway_trainer.interchange import export
 from spillway_trainer.models.build import build_model
-from spillway_trainer.models.families import class_of
 from spillway_trainer.models.huggingface import HuggingFaceChain
 from spillway_trainer.models.source import PREFIX
 from spillway_trainer.trainer import Passes
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
-}  # fmt: skip
 SOURCES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
     "llama, scaled positions": lambda: LlamaForCausalLM(
@@ -74,33 +77,6 @@ SOURCES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
 }  # fmt: skip
-MOE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
-OF_STRUCTURE: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("gpt_neox", "opt", "bloom", "cohere", "olmo2", "phi", "phi3", "starcoder2", "granite")},
-    **{name: {} for name in ("stablelm", "nemotron", "roberta", "electra")},
-    "gemma": {"head_dim": 8},
-    "gemma2": {"head_dim": 8, "sliding_window": 5},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
-    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 5},
-    "falcon": {"alibi": False},
-    "falcon, alibi": {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2},
-    "distilbert": {"dim": 32, "hidden_dim": 48},
-    "mixtral": {"num_local_experts": 4, "sliding_window": 5},
-    "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
-    "qwen3_moe": {**MOE, "num_experts": 4, "head_dim": 16},
-    "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5},
-}
-"""What their configurations have beside SIZES."""
-TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
-
-
-def of_structure(name: str) -> PreTrainedModel:
-    family = name.partition(",")[0]
-    own = OF_STRUCTURE.get(name, {})
-    tokens = TOKENS | ({"pad_token_id": 1} if family == "roberta" else {})
-    return class_of(family, "test")(AutoConfig.for_model(family, **SIZES | tokens | own))
-
-
 SOURCES |= {name: partial(of_structure, name) for name in OF_STRUCTURE}
 
 
@@ -263,6 +239,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, adapters": {"architecture": "llama", "lora": {"rank": 4}},
     "t5, adapters": {"architecture": "t5", "lora": {"rank": 4}},
     "gemma2": {"family": "gemma2"},
+    "opt": {"family": "opt"},
+    "falcon, alibi": {"family": "falcon, alibi"},
+    "mixtral": {"family": "mixtral"},
+    "distilbert": {"family": "distilbert"},
     "phi3, adapters": {"family": "phi3", "lora": {"rank": 4}},
 }
 MICRO_BATCHES = 2

@@ -244,7 +244,7 @@ def structure_of(model: PreTrainedModel) -> Structure:
         key = type(model), small.to_json_string(use_diff=False)
         try:
             if key not in _KNOWN:
-                with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
                     torch.manual_seed(0)
                     _KNOWN[key] = _proven(model, small)
             return _KNOWN[key]
