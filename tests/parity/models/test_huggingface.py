@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -198,6 +198,17 @@ UNTIED: dict[str, Callable[[], PreTrainedModel]] = {
 }  # fmt: skip
 
 
+def export_to(directory: Path, chain: HuggingFaceChain) -> None:
+    described = json.loads(json.dumps(chain.description))
+    parameters = {name: p.detach() for name, p in chain.named_parameters() if name not in chain.tied}
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    pieces = export.huggingface_pieces(described["config"])
+    weights = export._weight_file("model.safetensors", shapes, parameters.items, pieces)
+    directory.mkdir()
+    save_file({n: v.clone() for n, v in zip(weights.shapes, weights.values(), strict=True)}, directory / weights.name)
+    (directory / "config.json").write_text(json.dumps(export._config(described, "float32")))
+
+
 @pytest.mark.parametrize("architecture", UNTIED)
 def test_exported_untied_model_loads_in_transformers_and_in_spillway(architecture: str, tmp_path: Path) -> None:
     """Every value moved, as by training; nothing is missing, nothing too much, and the logits are equal."""
@@ -213,21 +224,32 @@ def test_exported_untied_model_loads_in_transformers_and_in_spillway(architectur
     (first / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     chain = filled(build_model(spec_of(source={"path": str(first)})), scale=1.0).eval()
 
-    described = json.loads(json.dumps(chain.description))
-    parameters = {name: p.detach() for name, p in chain.named_parameters() if name not in chain.tied}
-    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-    pieces = export.huggingface_pieces(described["config"])
-    weights = export._weight_file("model.safetensors", shapes, parameters.items, pieces)
-    second.mkdir()
-    save_file({n: v.clone() for n, v in zip(weights.shapes, weights.values(), strict=True)}, second / weights.name)
-    (second / "config.json").write_text(json.dumps(export._config(described, "float32")))
-
+    export_to(second, chain)
     loaded, report = type(theirs).from_pretrained(second, output_loading_info=True)
     assert not any(report.values()), report
     tokens, _, _ = batch_for(chain.objective)
     assert torch.equal(logits(loaded.eval(), chain.objective, tokens), logits(chain.model, chain.objective, tokens))
     again = filled(build_model(spec_of(source={"path": str(second)})), scale=1.0)
-    assert all(torch.equal(again.get_parameter(name), value) for name, value in parameters.items())
+    assert all(torch.equal(again.get_parameter(name), value) for name, value in chain.named_parameters())
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_exported_model_is_stored_as_transformers_stores_it(source: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    torch.manual_seed(3)
+    theirs = SOURCES[source]()
+    theirs.save_pretrained(first)
+    chain = filled(build_model(spec_of(source={"path": str(first)})), scale=2.0).eval()
+    export_to(second, chain)
+    shapes = [
+        {name: value.shape for name, value in load_file(directory / "model.safetensors").items()}
+        for directory in (first, second)
+    ]
+    assert shapes[0] == shapes[1]
+    loaded, report = type(theirs).from_pretrained(second, output_loading_info=True)
+    assert not any(report.values()), report
+    tokens, _, _ = batch_for(chain.objective)
+    assert torch.equal(logits(loaded.eval(), chain.objective, tokens), logits(chain.model, chain.objective, tokens))
 
 
 # --- the same bits wherever things live -------------------------------------------------------------------------------

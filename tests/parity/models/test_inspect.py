@@ -170,6 +170,15 @@ def test_the_head_saves_the_labels_of_its_loss(model: str) -> None:
     assert (4 if model == "t5" else 8) in inspected(model, "bfloat16").head.saved_bytes
 
 
+@every_type
+def test_a_token_is_multiplied_with_the_experts_that_it_is_routed_to(compute: str) -> None:
+    """Two of four, and with all of the other matrices."""
+    experts = [p.numel() for n, p in built("mixtral", compute).named_parameters() if "layers.0" in n and p.dim() == 3]
+    others = [p.numel() for n, p in built("mixtral", compute).named_parameters() if "layers.0" in n and p.dim() == 2]
+    assert len(experts) == 2 and len(others) == 5
+    assert inspected("mixtral", compute).blocks[0].matrix_parameters == sum(experts) // 2 + sum(others)
+
+
 @every_model
 def test_parameters_are_counted_once_each_and_frozen_ones_apart(model: str) -> None:
     chain, shape = built(model, "bfloat16"), inspected(model, "bfloat16")

@@ -165,7 +165,7 @@ class HuggingFaceChain(Chain):
             wrong = sorted(name for key, name in names.items() if inside.count(key) != 1)
             raise UserError(
                 f"{type(self.model).__name__}: {', '.join(wrong[:1]) or 'a parameter'} does not belong to exactly one "
-                "layer; a layer that is used twice, or is not the family's own, cannot be trained"
+                "layer; a layer that is used twice, or a parameter that the forward does not use, cannot be trained"
             )
 
 

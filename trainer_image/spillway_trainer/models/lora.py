@@ -52,7 +52,7 @@ def attention_of(model: PreTrainedModel) -> tuple[str, ...]:
     products = {
         name
         for name, module in modules.items()
-        if type(module) in PRODUCTS and any(name.startswith(attention) for attention in attentions)
+        if isinstance(module, PRODUCTS) and any(name.startswith(attention) for attention in attentions)
     }
     if not products:
         raise UserError(
@@ -75,15 +75,15 @@ def _modules_named(model: PreTrainedModel, target: str) -> list[nn.Module]:
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     for target in targets:
-        found = {type(module) for module in _modules_named(model, target)}
+        found = _modules_named(model, target)
         if not found:
             products = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, PRODUCTS)}
             raise UserError(
                 f"spec.model.lora.targetModules: {type(model).__name__} has no module {target}; "
                 f"it has {', '.join(sorted(products))}"
             )
-        if not found <= set(PRODUCTS):
-            kinds = ", ".join(sorted(kind.__name__ for kind in found))
+        if not all(isinstance(module, PRODUCTS) for module in found):
+            kinds = ", ".join(sorted({type(module).__name__ for module in found}))
             raise UserError(f"spec.model.lora.targetModules: {target} is {kinds}; adapters need a matrix product")
 
 
