@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from spillway.api.model import Lora
 from spillway.errors import UserError
 
-from .structure import MASKED
+from .structure import is_masked
 
 ADAPTER = "default"
 PRODUCTS = (nn.Linear, Conv1D)
@@ -90,4 +90,4 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
 def _task(model: PreTrainedModel) -> TaskType | None:
     if model.config.is_encoder_decoder:
         return TaskType.SEQ_2_SEQ_LM
-    return None if type(model).__name__ in MASKED.values() else TaskType.CAUSAL_LM
+    return None if is_masked(model) else TaskType.CAUSAL_LM

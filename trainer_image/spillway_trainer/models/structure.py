@@ -178,7 +178,7 @@ class StructuralChain(HuggingFaceChain):
         self.structure = structure
         super().__init__(model, compute, tie_head=tie_head)
         self.max_positions = structure.max_positions
-        if type(model).__name__ in MASKED.values():
+        if is_masked(model):
             self.objective = TrainingObjective.MASKED
 
     def make_segments(self) -> list[tuple[str, nn.Module]]:
@@ -346,6 +346,7 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
         parameter.data.normal_(0.0, 0.1)
     tokens, labels = torch.randint(0, int(whole.config.vocab_size), (2, BATCH, LENGTH))
     structure, logits = _observed(whole, tokens)
+    _check_order(whole, tokens, logits)
     token_loss(logits.float(), labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
 
     chain = StructuralChain(structure, empty, torch.float32).eval()
@@ -363,6 +364,25 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
             type(model).__name__, "on a small copy, its layers one by one give other logits than its forward"
         )
     return replace(structure, unused=_compared(chain, whole))
+
+
+def is_masked(model: PreTrainedModel) -> bool:
+    """Whether it learns to predict masked tokens."""
+    return type(model).__name__ in MASKED.values()
+
+
+def _check_order(whole: Any, tokens: Tensor, logits: Tensor) -> None:
+    """Raises UserError for a model that is to predict the next token, and reads it."""
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % int(whole.config.vocab_size)
+    with torch.no_grad():
+        others = whole(input_ids=changed, use_cache=False).logits
+    # Experts compute the tokens that are routed to them together, which may round differently.
+    if not is_masked(whole) and not torch.allclose(others[:, :-1], logits[:, :-1], rtol=1e-4, atol=1e-6):
+        raise UserError(
+            f"{type(whole).__name__}: its logits depend on later tokens, so it cannot learn to predict the next one; "
+            "set is_decoder to true in its configuration"
+        )
 
 
 def _compared(chain: StructuralChain, whole: Any) -> frozenset[str]:

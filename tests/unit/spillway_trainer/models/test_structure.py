@@ -172,6 +172,15 @@ def test_what_a_chain_would_leave_out_is_rejected() -> None:
         structure_of(opt)
 
 
+def test_a_causal_model_that_reads_later_tokens_is_rejected() -> None:
+    with torch.device("meta"):
+        model = BertLMHeadModel(BertConfig(**SIZES))
+    with pytest.raises(
+        UserError, match=r"BertLMHeadModel: its logits depend on later tokens, .* set is_decoder to true"
+    ):
+        structure_of(model)
+
+
 # --- models that are chains -------------------------------------------------------------------------------------------
 
 
