@@ -126,7 +126,7 @@ def _measured(chain: Chain, tokens_BT: Tensor, arguments: Mapping[str, tuple[Any
         inputs = (*carried, *arguments[name])
         signature = (str(module), *(_kind(value) for value in (*module.parameters(), *inputs)))
         if signature not in equal:
-            one = _peaks(name, module, inputs, _region(chain))
+            one = _peaks(name, module, inputs, _region(chain), tokens_BT.numel())
             with _region(chain)(), saved_tensors_hooks(_collector(one.saved, known, alive), _same):
                 outputs = as_carried(module(*inputs))
             given = {_key(value) for value in carried}
@@ -139,7 +139,11 @@ def _measured(chain: Chain, tokens_BT: Tensor, arguments: Mapping[str, tuple[Any
 
 
 def _peaks(
-    name: str, module: nn.Module, inputs: tuple[Any, ...], region: Callable[[], AbstractContextManager[Any]]
+    name: str,
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    region: Callable[[], AbstractContextManager[Any]],
+    num_tokens: int,
 ) -> Measured:
     """The most bytes alive in a forward that saves nothing, in one that does, and in its backward, where gradients of
     parameters are taken away as soon as they are whole."""
@@ -148,8 +152,9 @@ def _peaks(
         module(*inputs)
     one.lean_peak, one.attention_flops = live.peak, live.attention_flops
     matrices = [p for p in module.parameters() if p.dim() >= 2 and _key(p) not in live.looked_up]
-    one.matrix_parameters = sum(p.numel() for p in matrices)
-    one.trained_matrix_parameters = sum(p.numel() for p in matrices if p.requires_grad)
+    used = {_key(p): live.grouped.get(_key(p), 0) / num_tokens or p.numel() for p in matrices}
+    one.matrix_parameters = round(sum(used.values()))
+    one.trained_matrix_parameters = round(sum(used[_key(p)] for p in matrices if p.requires_grad))
 
     given = {_key(value) for value in (*inputs, *module.parameters()) if isinstance(value, Tensor)}
     held: list[Tensor] = []
@@ -184,6 +189,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.attention_flops = 0.0
         self.looked_up: set[int] = set()
         """Storages of tables: matrices that no product uses."""
+        self.grouped: dict[int, int] = {}
+        """Storage of the matrices of experts -> values that products of their rows multiply: each row meets one."""
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._pending = 0
         """Alive after the last operation that made something: if that is a parameter's gradient, it is subtracted."""
@@ -195,6 +202,9 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.attention_flops += _attention_flops(function, arguments, keywords or {})
         if function is torch.ops.aten.embedding.default:
             self.looked_up.add(_key(arguments[0]))
+        if "grouped_mm" in str(function):
+            rows, experts = arguments[:2]
+            self.grouped[_key(experts)] = self.grouped.get(_key(experts), 0) + rows.numel() * experts.shape[-1]
         known = {_key(value) for value in tree_leaves((arguments, keywords)) if isinstance(value, Tensor)}
         made = {_key(v): v for v in tree_leaves(result) if isinstance(v, Tensor) and _key(v) not in known}
         if made:  # not a view

@@ -450,12 +450,11 @@ class _Sizes:
 
 ATTENTION_MODULES = (
     "q_proj", "k_proj", "v_proj", "o_proj",  # llama
-    "qkv_proj", "self_attn.dense",  # phi
     "c_attn", "attn.c_proj",  # gpt2
     "query", "key", "value", "attention.output.dense",  # bert
     "q", "k", "v", "o",  # t5
 )  # fmt: skip
-"""Modules that get an adapter if the job names none."""
+"""Modules that get an adapter if the job names none, in models that are given by their sizes."""
 
 
 def _embedding(

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
@@ -38,7 +37,16 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from cases.huggingface_models import VOCABULARY, batch_for, filled, small_model, spec_of
+from cases.huggingface_models import (
+    OF_STRUCTURE,
+    SIZES,
+    VOCABULARY,
+    batch_for,
+    filled,
+    of_structure,
+    small_model,
+    spec_of,
+)
 from harness import local_runs
 from harness.depth import FULL
 from spillway.api.job_file import JobFile
@@ -49,15 +57,10 @@ from spillway_trainer.corpus.data import Batch
 from spillway_trainer.corpus.objective import TrainingObjective, prefix_length
 from spillway_trainer.interchange import export
 from spillway_trainer.models.build import build_model
-from spillway_trainer.models.families import BY_STRUCTURE, FAMILIES
 from spillway_trainer.models.huggingface import HuggingFaceChain
 from spillway_trainer.models.source import PREFIX
 from spillway_trainer.trainer import Passes
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
-}  # fmt: skip
 SOURCES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
     "llama, scaled positions": lambda: LlamaForCausalLM(
@@ -74,22 +77,7 @@ SOURCES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
 }  # fmt: skip
-OF_STRUCTURE: dict[str, dict[str, Any]] = {
-    "gemma": {"head_dim": 8},
-    "gemma2": {"head_dim": 8, "sliding_window": 5},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 5},
-}
-"""What their configurations have beside SIZES."""
-TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
-
-
-def of_structure(family: str) -> PreTrainedModel:
-    return FAMILIES[family].model(AutoConfig.for_model(family, **SIZES, **TOKENS, **OF_STRUCTURE.get(family, {})))
-
-
-SOURCES |= {
-    model.config_class.model_type: partial(of_structure, model.config_class.model_type) for model in BY_STRUCTURE
-}
+SOURCES |= {name: partial(of_structure, name) for name in OF_STRUCTURE}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -149,11 +137,15 @@ def compare_with_own_forward(chain: HuggingFaceChain, theirs: nn.Module, rename:
     assert [name for name, gradient in expected.items() if not nearly_equal(gradient, ours[name])] == []
 
 
+def first_name(name: str) -> str:
+    """Of a parameter that bert and its like call by two."""
+    return name.replace(".decoder.bias", ".bias")
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "bert", "t5"])
 def test_a_family_has_the_loss_and_gradients_of_its_own_forward(architecture: str) -> None:
     chain = small_model(architecture)
-    second_name = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
-    compare_with_own_forward(chain, own_model(chain), lambda name: second_name.get(name, name))
+    compare_with_own_forward(chain, own_model(chain), first_name)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -162,7 +154,7 @@ def test_model_from_a_directory_matches_its_own_loss_and_gradients(source: str, 
     theirs = SOURCES[source]().eval()
     theirs.save_pretrained(tmp_path)
     chain = filled(build_model(spec_of(source={"path": str(tmp_path)})), scale=1.0)
-    compare_with_own_forward(chain, theirs)
+    compare_with_own_forward(chain, theirs, first_name)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "t5"])
@@ -206,6 +198,17 @@ UNTIED: dict[str, Callable[[], PreTrainedModel]] = {
 }  # fmt: skip
 
 
+def export_to(directory: Path, chain: HuggingFaceChain) -> None:
+    described = json.loads(json.dumps(chain.description))
+    parameters = {name: p.detach() for name, p in chain.named_parameters() if name not in chain.tied}
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    pieces = export.huggingface_pieces(described["config"])
+    weights = export._weight_file("model.safetensors", shapes, parameters.items, pieces)
+    directory.mkdir()
+    save_file({n: v.clone() for n, v in zip(weights.shapes, weights.values(), strict=True)}, directory / weights.name)
+    (directory / "config.json").write_text(json.dumps(export._config(described, "float32")))
+
+
 @pytest.mark.parametrize("architecture", UNTIED)
 def test_exported_untied_model_loads_in_transformers_and_in_spillway(architecture: str, tmp_path: Path) -> None:
     """Every value moved, as by training; nothing is missing, nothing too much, and the logits are equal."""
@@ -221,21 +224,32 @@ def test_exported_untied_model_loads_in_transformers_and_in_spillway(architectur
     (first / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     chain = filled(build_model(spec_of(source={"path": str(first)})), scale=1.0).eval()
 
-    described = json.loads(json.dumps(chain.description))
-    parameters = {name: p.detach() for name, p in chain.named_parameters() if name not in chain.tied}
-    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-    names_of = partial(export.huggingface_names, described["config"])
-    weights = export._weight_file("model.safetensors", shapes, parameters.items, names_of)
-    second.mkdir()
-    save_file({n: v.clone() for n, v in zip(weights.shapes, weights.values(), strict=True)}, second / weights.name)
-    (second / "config.json").write_text(json.dumps(export._config(described, "float32")))
-
+    export_to(second, chain)
     loaded, report = type(theirs).from_pretrained(second, output_loading_info=True)
     assert not any(report.values()), report
     tokens, _, _ = batch_for(chain.objective)
     assert torch.equal(logits(loaded.eval(), chain.objective, tokens), logits(chain.model, chain.objective, tokens))
     again = filled(build_model(spec_of(source={"path": str(second)})), scale=1.0)
-    assert all(torch.equal(again.get_parameter(name), value) for name, value in parameters.items())
+    assert all(torch.equal(again.get_parameter(name), value) for name, value in chain.named_parameters())
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_exported_model_is_stored_as_transformers_stores_it(source: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    torch.manual_seed(3)
+    theirs = SOURCES[source]()
+    theirs.save_pretrained(first)
+    chain = filled(build_model(spec_of(source={"path": str(first)})), scale=2.0).eval()
+    export_to(second, chain)
+    shapes = [
+        {name: value.shape for name, value in load_file(directory / "model.safetensors").items()}
+        for directory in (first, second)
+    ]
+    assert shapes[0] == shapes[1]
+    loaded, report = type(theirs).from_pretrained(second, output_loading_info=True)
+    assert not any(report.values()), report
+    tokens, _, _ = batch_for(chain.objective)
+    assert torch.equal(logits(loaded.eval(), chain.objective, tokens), logits(chain.model, chain.objective, tokens))
 
 
 # --- the same bits wherever things live -------------------------------------------------------------------------------
@@ -247,6 +261,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, adapters": {"architecture": "llama", "lora": {"rank": 4}},
     "t5, adapters": {"architecture": "t5", "lora": {"rank": 4}},
     "gemma2": {"family": "gemma2"},
+    "opt": {"family": "opt"},
+    "falcon, alibi": {"family": "falcon, alibi"},
+    "mixtral": {"family": "mixtral"},
+    "distilbert": {"family": "distilbert"},
     "phi3, adapters": {"family": "phi3", "lora": {"rank": 4}},
 }
 MICRO_BATCHES = 2

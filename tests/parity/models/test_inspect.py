@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cases.huggingface_models import BATCH, LENGTH, SPEC, VOCABULARY, batch_for, filled, spec_of
+from cases.huggingface_models import BATCH, LENGTH, SPEC, VOCABULARY, batch_for, filled, spec_of, structural_chain
 from harness.allocator_peak import allocated_peak
 from spillway.errors import UserError
 from spillway.planning.model_shape import ModelShape, Segment, model_shape
@@ -33,6 +33,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": {"architecture": "bert", "config": WIDE},
     "t5": {"architecture": "t5", "config": WIDE},
     "adapters": {"architecture": "llama", "config": WIDE, "lora": {"rank": 4}},
+    "bloom": {"family": "bloom"},
+    "gemma3_text": {"family": "gemma3_text"},
+    "mixtral": {"family": "mixtral"},
+    "roberta": {"family": "roberta"},
 }
 every_model = pytest.mark.parametrize("model", MODELS)
 every_type = pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -43,12 +47,18 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def built(model: str, compute: str) -> Chain:
+    if "family" in MODELS[model]:
+        return structural_chain(MODELS[model]["family"], compute)
+    return build_model(spec_of(compute=compute, **MODELS[model]))
+
+
 def inspected(model: str, compute: str) -> ModelShape:
-    return shape_of_chain(build_model(spec_of(compute=compute, **MODELS[model])), BATCH, LENGTH)
+    return shape_of_chain(built(model, compute), BATCH, LENGTH)
 
 
 def real(model: str, compute: str) -> Chain:
-    chain = filled(build_model(spec_of(compute=compute, **MODELS[model])))
+    chain = filled(built(model, compute))
     wrap_segments(chain.segments, Position(seed=0), None, autocast=chain.autocast)
     return chain
 
@@ -160,9 +170,18 @@ def test_the_head_saves_the_labels_of_its_loss(model: str) -> None:
     assert (4 if model == "t5" else 8) in inspected(model, "bfloat16").head.saved_bytes
 
 
+@every_type
+def test_a_token_is_multiplied_with_the_experts_that_it_is_routed_to(compute: str) -> None:
+    """Two of four, and with all of the other matrices."""
+    experts = [p.numel() for n, p in built("mixtral", compute).named_parameters() if "layers.0" in n and p.dim() == 3]
+    others = [p.numel() for n, p in built("mixtral", compute).named_parameters() if "layers.0" in n and p.dim() == 2]
+    assert len(experts) == 2 and len(others) == 5
+    assert inspected("mixtral", compute).blocks[0].matrix_parameters == sum(experts) // 2 + sum(others)
+
+
 @every_model
 def test_parameters_are_counted_once_each_and_frozen_ones_apart(model: str) -> None:
-    chain, shape = build_model(spec_of(compute="bfloat16", **MODELS[model])), inspected(model, "bfloat16")
+    chain, shape = built(model, "bfloat16"), inspected(model, "bfloat16")
     own = {name: p for name, p in chain.named_parameters() if name not in chain.tied}
     assert shape.num_parameters == sum(p.numel() for p in own.values())
     assert shape.num_trained == sum(p.numel() for p in own.values() if p.requires_grad)

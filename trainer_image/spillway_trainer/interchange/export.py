@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -32,8 +32,10 @@ _MASTER = "master."
 _LLAMA_NAMES = {"head.norm.weight": "model.norm.weight", "head.lm_head.weight": "lm_head.weight"}
 _PREFIX = "model."
 """Prefix of the parameters of a transformers model (models/huggingface.py)."""
-_SECOND_NAME = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
-"""bert's bias of the output projection; if parameters are tied, save_pretrained() writes only this one."""
+_PROJECTION_BIAS = ".decoder.bias"
+"""Of bert and its like, which also call it `.bias`; if parameters are tied, save_pretrained() writes only that one."""
+Pieces = Callable[[str, Tensor], Mapping[str, Tensor]]
+"""Name and value of a parameter -> names and values in a file."""
 _BASE = "base"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 CARRIED = (
@@ -132,10 +134,10 @@ def _exported(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) ->
     if "lora" in model:
         return _adapters(checkpoint, output, dtype)
     if "config" in model and not model["frozen"]:
-        weights = _masters("model.safetensors", checkpoint, partial(huggingface_names, model["config"]))
+        weights = _masters("model.safetensors", checkpoint, huggingface_pieces(model["config"]))
         return Exported((weights,), {"config.json": _config(model, dtype)})
     if "hidden_size" in model:
-        weights = _masters("model.safetensors", checkpoint, lambda name: [llama_name(name)])
+        weights = _masters("model.safetensors", checkpoint, lambda name, value: {llama_name(name): value})
         return Exported((weights,), {"config.json": llama_config(state, dtype)})
     why = "some of its parameters are frozen, and in no checkpoint" if "config" in model else "no other program has it"
     raise UserError(f"{checkpoint}: {model.get('class')} cannot be exported: {why}")
@@ -144,7 +146,7 @@ def _exported(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) ->
 def _adapters(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) -> Exported:
     """The adapters; and the model below them, where that came from the seed and is nowhere else."""
     state = checkpoint.manifest.state
-    adapters = _masters("adapter_model.safetensors", checkpoint, lambda name: [adapter_name(name)])
+    adapters = _masters("adapter_model.safetensors", checkpoint, lambda name, value: {adapter_name(name): value})
     base = state.model.get("source") or str(output.resolve() / _BASE)
     documents = {"adapter_config.json": state.model["lora"] | {"base_model_name_or_path": base}}
     if "source" in state.model:
@@ -188,8 +190,7 @@ def _merged(checkpoint: StoredCheckpoint, source: Path | None, dtype: ExportDtyp
                 below.add_((product.T if model["lora"]["fan_in_fan_out"] else product) * scale)
             yield name, below
 
-    names_of = partial(huggingface_names, model["config"])
-    weights = _weight_file("model.safetensors", shapes, values, names_of)
+    weights = _weight_file("model.safetensors", shapes, values, huggingface_pieces(model["config"]))
     return Exported((weights,), {"config.json": _config(model, dtype)})
 
 
@@ -198,11 +199,11 @@ def _base_model(state: TrainingState) -> WeightFile:
 
     chain = families.chain_of(families.empty_model(families.config_from(state.model["config"])), torch.float32)
     shapes = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
-    initial, names_of = partial(chain.initial_values, state.seed), partial(huggingface_names, state.model["config"])
-    return _weight_file(f"{_BASE}/model.safetensors", shapes, initial, names_of)
+    initial, pieces = partial(chain.initial_values, state.seed), huggingface_pieces(state.model["config"])
+    return _weight_file(f"{_BASE}/model.safetensors", shapes, initial, pieces)
 
 
-def _masters(file: str, checkpoint: StoredCheckpoint, names_of: Callable[[str], Sequence[str]]) -> WeightFile:
+def _masters(file: str, checkpoint: StoredCheckpoint, pieces: Pieces) -> WeightFile:
     """The checkpoint's masters, file by file."""
     tensors = checkpoint.manifest.tensors
     masters = [name for name in tensors if name.startswith(_MASTER)]
@@ -213,20 +214,21 @@ def _masters(file: str, checkpoint: StoredCheckpoint, names_of: Callable[[str], 
                 for name in names:
                     yield name.removeprefix(_MASTER), opened.get_tensor(name)
 
-    return _weight_file(file, {name.removeprefix(_MASTER): tensors[name].shape for name in masters}, values, names_of)
+    return _weight_file(file, {name.removeprefix(_MASTER): tensors[name].shape for name in masters}, values, pieces)
 
 
 def _weight_file(
     file: str,
     shapes: Mapping[str, tuple[int, ...]],
     values: Callable[[], Iterable[tuple[str, Tensor]]],
-    names_of: Callable[[str], Sequence[str]],
+    pieces: Pieces,
 ) -> WeightFile:
-    """`values` come in the order of `shapes`, each under every name that it has in the file."""
+    """`values` come in the order of `shapes`; `pieces` says what each of them is in the file."""
+    stored = [pieces(name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
     return WeightFile(
         file,
-        {stored: shape for name, shape in shapes.items() for stored in names_of(name)},
-        lambda: (value for name, value in values() for _ in names_of(name)),
+        {name: tuple(piece.shape) for one in stored for name, piece in one.items()},
+        lambda: (piece.contiguous() for name, value in values() for piece in pieces(name, value).values()),
     )
 
 
@@ -270,12 +272,26 @@ def llama_name(name: str) -> str:
     return _LLAMA_NAMES.get(name, f"model.{name}")
 
 
-def huggingface_names(config: Mapping[str, Any], name: str) -> Sequence[str]:
+def huggingface_names(config: Mapping[str, Any], name: str) -> list[str]:
     """Both names of what has two, where nothing is tied: loaders would not take the one for the other."""
     stored = name.removeprefix(_PREFIX)
-    if stored not in _SECOND_NAME:
+    if not stored.endswith(_PROJECTION_BIAS):
         return [stored]
-    return [_SECOND_NAME[stored]] if config["tie_word_embeddings"] else [stored, _SECOND_NAME[stored]]
+    second = stored.removesuffix(_PROJECTION_BIAS) + ".bias"
+    return [second] if config["tie_word_embeddings"] else [stored, second]
+
+
+def huggingface_pieces(config: Mapping[str, Any]) -> Pieces:
+    """As save_pretrained() writes them."""
+    from ..models import families  # noqa: PLC0415 - imports transformers
+
+    model = families.empty_model(families.config_from(config))
+
+    def pieces(name: str, value: Tensor) -> dict[str, Tensor]:
+        names = huggingface_names(config, name)
+        return {piece: made for one in names for piece, made in families.stored_pieces(model, one, value).items()}
+
+    return pieces
 
 
 def adapter_name(name: str) -> str:

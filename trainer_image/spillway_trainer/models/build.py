@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -23,6 +23,7 @@ from .chain import Chain
 from .sequential import SequentialChain
 from .transformer import Transformer, TransformerConfig
 
+KNOWN = "a model of AutoModelForCausalLM, AutoModelForMaskedLM (transformers) or a T5ForConditionalGeneration"
 MOST_CHILDREN = 6
 """Children that a message names."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -111,7 +112,7 @@ def _from_entrypoint(model: Model, compute: torch.dtype) -> Chain:
         raise UserError(f"{where}: raised {type(error).__name__}: {error}") from error
     families = _families()
     if not families.is_known(made):
-        raise no_chain(made, where, families.known_names(), has_lora=model.lora is not None)
+        raise no_chain(made, where, has_lora=model.lora is not None)
     families.check_model(made, where)
     return families.chain_of(made, compute, model.lora)  # type: ignore[no-any-return]
 
@@ -121,11 +122,11 @@ def is_plain_sequential(made: object) -> TypeGuard[nn.Sequential]:
     return isinstance(made, nn.Sequential) and type(made).forward is nn.Sequential.forward
 
 
-def no_chain(made: object, where: str, known: Collection[str], *, has_lora: bool) -> UserError:
+def no_chain(made: object, where: str, *, has_lora: bool) -> UserError:
     """What was found, and how segments are declared."""
     found = f"{where}: returned {type(made).__name__}"
     if has_lora:
-        return UserError(f"{found}, needed is a PreTrainedModel of transformers, for lora: one of {', '.join(known)}")
+        return UserError(f"{found}, needed for lora is {KNOWN}")
     if isinstance(made, nn.Module):
         children = [f"{name}: {type(child).__name__}" for name, child in made.named_children()]
         more = ", ..." if len(children) > MOST_CHILDREN else ""
@@ -135,7 +136,7 @@ def no_chain(made: object, where: str, known: Collection[str], *, has_lora: bool
         f"{found}. Return its layers as an nn.Sequential, from nn.Embedding to logits: each child is a segment. Or a "
         "Chain (spillway_trainer.models.chain): `segments` lists (name, module) in forward order, each is called with "
         "what the one before it returned and with `arguments`, and the last returns the loss (docs/models.md, Entry "
-        f"points). Or one of {', '.join(known)}, whose segments are known"
+        f"points). Or {KNOWN}, whose segments are found"
     )
 
 

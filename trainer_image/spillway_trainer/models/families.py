@@ -1,50 +1,42 @@
-"""The supported families of `transformers`, built on device `meta`."""
+"""Text models of `transformers`, built on device `meta`: t5, and every other one whose structure is a chain."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import transformers
+from torch import Tensor
 from transformers import (
     BertConfig,
-    BertForMaskedLM,
-    CohereForCausalLM,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    GemmaForCausalLM,
     GPT2Config,
-    GPT2LMHeadModel,
-    GraniteForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    NemotronForCausalLM,
-    Olmo2ForCausalLM,
-    Phi3ForCausalLM,
-    PhiForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    StableLmForCausalLM,
-    Starcoder2ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spillway.api.model import Lora, ModelConfig
 from spillway.errors import UserError
 
-from .any_decoder import AnyDecoder
-from .bert import Bert, drop_second_bias
-from .decoders import Gpt2, LlamaLike
 from .huggingface import HuggingFaceChain, is_adapter
 from .lora import add_adapters
-from .source import ModelDirectory, match, stored_name
+from .source import Merge, ModelDirectory, match, stored_name
+from .structure import MASKED, StructuralChain, second_names, structure_of
 from .t5 import T5, share_embedding
 
 MOST_LABELS = 100_000
@@ -60,63 +52,24 @@ SIZES = {
 """Field of spec.model.config -> names in config.json that are bounded unchanged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    model: type[PreTrainedModel]
-    chain: type[HuggingFaceChain]
-    prepare: Callable[[PreTrainedModel], None] = lambda model: None
-    """Preparation before parameters are distinguished by name."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Name in files -> name of the parameter here, if they differ."""
-    apart_when_untied: frozenset[str] = frozenset()
-    """Entries of `renamed` that are useless in addition to the parameter's own name if tie_word_embeddings is false."""
-    unused: str = r"$^"
-    """Regular expression: names in files that the model does not have: buffers, and heads for other objectives."""
-    learned_positions: bool = False
-    """Whether sequences are limited to config.max_position_embeddings."""
+UNUSED = re.compile(
+    r"\.inv_freq$|\.(attn|attention)\.(masked_)?bias$|\.position_ids$|\.token_type_ids$"
+    r"|(^|\.)pooler\.|^cls\.seq_relationship\."
+    r"|^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\."
+)
+"""Names in files of what no model here has: buffers, and heads for other objectives."""
 
 
-BY_STRUCTURE: tuple[Any, ...] = (
-    CohereForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM, GraniteForCausalLM,
-    NemotronForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM, PhiForCausalLM, StableLmForCausalLM, Starcoder2ForCausalLM,
-)  # fmt: skip
-"""Decoders that are no more than any_decoder.py's structure."""
-FAMILIES: dict[str, Family] = {
-    "llama": Family(LlamaForCausalLM, LlamaLike, unused=r"rotary_emb\.inv_freq$"),
-    "mistral": Family(MistralForCausalLM, LlamaLike, unused=r"rotary_emb\.inv_freq$"),
-    "qwen2": Family(Qwen2ForCausalLM, LlamaLike, unused=r"rotary_emb\.inv_freq$"),
-    "qwen3": Family(Qwen3ForCausalLM, LlamaLike, unused=r"rotary_emb\.inv_freq$"),
-    **{
-        model.config_class.model_type: Family(model, AnyDecoder, unused=r"rotary_emb\.inv_freq$")
-        for model in BY_STRUCTURE
-    },
-    "gpt2": Family(GPT2LMHeadModel, Gpt2, unused=r"\.attn\.(masked_)?bias$", learned_positions=True),
-    "bert": Family(
-        BertForMaskedLM,
-        Bert,
-        drop_second_bias,
-        renamed={"cls.predictions.bias": "cls.predictions.decoder.bias"},
-        apart_when_untied=frozenset({"cls.predictions.bias"}),
-        unused=r"^bert\.pooler\.|^cls\.seq_relationship\.|\.position_ids$|\.token_type_ids$",
-        learned_positions=True,
-    ),
-    "t5": Family(
-        T5ForConditionalGeneration,
-        T5,
-        share_embedding,
-        renamed={"encoder.embed_tokens.weight": "shared.weight"},
-        unused=r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.",
-    ),
-}
-
-
-def family_of(model_type: object, where: str) -> Family:
-    """Raises UserError for a model type that has no adapter; `where` names what asked for it."""
-    family = FAMILIES.get(str(model_type))
-    if family is None:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"{where}: model_type {model_type!r} cannot be trained; use one of {known}")
-    return family
+def class_of(model_type: object, where: str) -> type[PreTrainedModel]:
+    """Raises UserError for what is no text model of transformers; `where` names what asked for it."""
+    names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MASKED, "t5": "T5ForConditionalGeneration"}
+    if str(model_type) not in names:
+        raise UserError(
+            f"{where}: model_type {model_type!r} is no text model of transformers {transformers.__version__} with a "
+            "head that predicts tokens; use one, or declare a Chain in an entry point (docs/models.md, Entry points)"
+        )
+    found: type[PreTrainedModel] = getattr(transformers, names[str(model_type)])
+    return found
 
 
 def config_of(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
@@ -201,13 +154,13 @@ def _t5_config(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
 def config_in(directory: ModelDirectory) -> PreTrainedConfig:
     """config.json of a model directory. Code that the directory may bring with it is never run."""
     where = str(directory.path / "config.json")
-    family = family_of(directory.config.get("model_type"), where)
+    model = class_of(directory.config.get("model_type"), where)
     _check_counts(directory, where)
     _check_sizes(directory.config, where)
     try:
         return config_from(directory.config)
     except Exception as error:  # whatever the classes of transformers raise
-        raise UserError(f"{where}: not the configuration of a {family.model.__name__}: {error}") from error
+        raise UserError(f"{where}: not the configuration of a {model.__name__}: {error}") from error
 
 
 def _check_counts(directory: ModelDirectory, where: str) -> None:
@@ -231,71 +184,106 @@ def _check_sizes(document: Mapping[str, Any], where: str) -> None:
 
 
 def config_from(document: Mapping[str, Any]) -> PreTrainedConfig:
-    config_class: Any = FAMILIES[document["model_type"]].model.config_class
+    config_class: Any = class_of(document["model_type"], "model").config_class
     config: PreTrainedConfig = config_class.from_dict(dict(document))
     return config
 
 
 def is_known(model: object) -> bool:
-    """Of a class that `chain_of` takes."""
-    return type(model) in {family.model for family in FAMILIES.values()}
+    """Of a class that `chain_of` takes and that its configuration names."""
+    return isinstance(model, PreTrainedModel) and type(model) is class_of(model.config.model_type, "model")
 
 
-def known_names() -> list[str]:
-    return [family.model.__name__ for family in FAMILIES.values()]
-
-
-def check_model(model: nn.Module, where: str) -> None:
-    """Raises UserError when a model of a known class, made by a user's function, has memory already."""
+def check_model(model: PreTrainedModel, where: str) -> None:
+    """Raises UserError when a model made by a user's function has memory already, or other modules than its class makes
+    of its configuration: that is what is checked for being a chain."""
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if real:
         raise UserError(f"{where}: {real[0]} already has memory; make the model from its configuration, not by loading")
+    made = str(empty_model(model.config)).splitlines()
+    if other := [line.strip() for line, own in zip(str(model).splitlines(), made, strict=False) if line != own]:
+        raise UserError(
+            f"{where}: {type(model).__name__} was changed after it was made: {other[0]}; return it unchanged, or "
+            "declare a Chain (docs/models.md, Entry points)"
+        )
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        return family_of(config.model_type, "model").model(config)
+        return class_of(config.model_type, "model")(config)
 
 
 def chain_of(
     model: PreTrainedModel, compute: torch.dtype, lora: Lora | None = None, directory: ModelDirectory | None = None
 ) -> HuggingFaceChain:
     """`model`, whose parameters are on device meta, as a Chain; its values are those of `directory`, if given."""
-    family = family_of(model.config.model_type, type(model).__name__)
-    family.prepare(model)
+    tie_head = directory is None or directory.config.get("tie_word_embeddings") is not False
+    make: Any = T5
+    renamed = {"encoder.embed_tokens.weight": "shared.weight"}
+    apart: Collection[str] = ()
+    if isinstance(model, T5ForConditionalGeneration):
+        share_embedding(model)
+    else:
+        structure = structure_of(model)
+        make = partial(StructuralChain, structure)
+        renamed = {name: second_names(model)[name] for name in structure.unused}
+        apart = () if tie_head else structure.unused
+        for name in structure.unused:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(leaf, None)
     if lora is not None:
         add_adapters(model, lora)
-    tie_head = directory is None or directory.config.get("tie_word_embeddings") is not False
-    chain = family.chain(model, compute, tie_head=tie_head)
-    chain.max_positions = model.config.max_position_embeddings if family.learned_positions else None
+    chain: HuggingFaceChain = make(model, compute, tie_head=tie_head)
     if directory is not None:
         names = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
         shapes = {name: shape for name, shape in names.items() if not is_adapter(name)}
-        apart = frozenset() if tie_head else family.apart_when_untied
-        chain.weights = match(directory, shapes, stored_as(chain, family, directory.tensors, apart))
+        chain.weights = match(directory, shapes, *stored_as(chain, directory.tensors, renamed, apart))
     return chain
 
 
 def stored_as(
-    chain: HuggingFaceChain, family: Family, stored: Iterable[str], apart: Collection[str] = ()
-) -> dict[str, str | None]:
-    """Stored name -> parameter of the chain; None for what the model has no use for (Family.unused, and `apart` beside
-    the parameter's own name). A name that means nothing stays as it is."""
-    stored = list(stored)
-    base = family.model.base_model_prefix + "."
+    chain: HuggingFaceChain, stored: Iterable[str], renamed: Mapping[str, str], apart: Collection[str]
+) -> tuple[dict[str, str | None], dict[str, Merge]]:
+    """Stored name -> parameter of the chain; None for what the model has no use for (UNUSED, and `apart` beside the
+    parameter's own name). A name that means nothing stays as it is. `renamed`: second name -> name of a parameter.
+
+    And parameter -> how its value is made of several stored ones: experts, as `transformers` merges them.
+    """
+    stored = sorted(stored, key=dot_natural_key)
+    conversions = get_model_conversion_mapping(chain.model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
     parameters = {stored_name(name): name for name, _ in chain.named_parameters()}
-    # save_pretrained() of the model without its head leaves the base's name out.
-    lacks_base = hasattr(chain.model, base[:-1]) and not any(name.startswith(base) for name in stored)
+    known = dict.fromkeys([*parameters, *renamed], True)
     found: dict[str, str | None] = {}
+    patterns: dict[str, dict[str, str]] = {}
     for name in stored:
-        full = base + name if lacks_base and name not in parameters else name
-        # Files of before 2019 have the names of TensorFlow.
-        full = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", full))
-        parameter = parameters.get(family.renamed.get(full, full))
-        if full in apart and family.renamed[full] in stored:
+        full, pattern = rename_source_key(name, renamings, converters, chain.model.base_model_prefix, known)
+        parameter = parameters.get(renamed.get(full, full))
+        if full in apart and renamed[full] in stored:
             found[name] = None
         elif parameter is not None:
             found[name] = chain.tied.get(parameter, parameter)
+            if pattern is not None and name != full:
+                patterns.setdefault(parameter, {})[name] = pattern
         else:
-            found[name] = None if re.search(family.unused, full) else full
-    return found
+            found[name] = None if UNUSED.search(full) else full
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    return found, {name: partial(_merged, stored_name(name), by_pattern, of) for name, of in patterns.items()}
+
+
+def _merged(
+    parameter: str, converters: Mapping[str, WeightConverter], patterns: Mapping[str, str], values: Mapping[str, Tensor]
+) -> Tensor:
+    """The value of `parameter` from stored ones; `patterns`: stored name -> the pattern of its converter."""
+    converter: Any = copy.deepcopy(converters[next(iter(patterns.values()))])
+    for name, pattern in patterns.items():
+        converter.add_tensor(parameter, name, pattern, values[name])
+    merged: Tensor = converter.convert(parameter)[parameter]
+    return merged
+
+
+def stored_pieces(model: PreTrainedModel, name: str, value: Tensor) -> dict[str, Tensor]:
+    """What save_pretrained() writes for a parameter: under its name in files, or as several tensors."""
+    pieces: dict[str, Tensor] = revert_weight_conversion(model, {name: value})
+    return pieces

@@ -118,7 +118,7 @@ class HuggingFaceChain(Chain):
                 yield name, value
 
     def deviation(self, name: str) -> float:
-        return float(self.config.initializer_range)
+        return float(getattr(self.config, "initializer_range", self.initializer_range))
 
     def fill_initial(self, name: str, value: Tensor, generator: torch.Generator) -> None:
         """Adapters start as peft's do: A uniform in +-1 / sqrt(inputs), B zero, so that the sum is the base model."""
@@ -165,7 +165,7 @@ class HuggingFaceChain(Chain):
             wrong = sorted(name for key, name in names.items() if inside.count(key) != 1)
             raise UserError(
                 f"{type(self.model).__name__}: {', '.join(wrong[:1]) or 'a parameter'} does not belong to exactly one "
-                "layer; a layer that is used twice, or is not the family's own, cannot be trained"
+                "layer; a layer that is used twice, or a parameter that the forward does not use, cannot be trained"
             )
 
 

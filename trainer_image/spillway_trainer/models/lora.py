@@ -13,9 +13,11 @@ from transformers.pytorch_utils import Conv1D
 
 from spillway.api.model import Lora
 from spillway.errors import UserError
-from spillway.planning.model_shape import ATTENTION_MODULES
+
+from .structure import is_masked
 
 ADAPTER = "default"
+PRODUCTS = (nn.Linear, Conv1D)
 
 
 def add_adapters(model: Any, lora: Lora) -> None:
@@ -24,13 +26,14 @@ def add_adapters(model: Any, lora: Lora) -> None:
 
     Raises UserError when a name matches nothing, or what is no matrix product.
     """
-    _check_targets(model, lora.target_modules)
+    targets = lora.target_modules or attention_of(model)
+    _check_targets(model, targets)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft divides it by the rank, whatever its type
         lora_dropout=0.0,
-        target_modules=sorted(lora.target_modules or _attention_of(model)),
-        fan_in_fan_out=model.config.model_type == "gpt2",
+        target_modules=sorted(targets),
+        fan_in_fan_out=any(type(module) is Conv1D for name in targets for module in _modules_named(model, name)),
         task_type=_task(model),
     )
     with torch.device("meta"), warnings.catch_warnings():
@@ -39,8 +42,30 @@ def add_adapters(model: Any, lora: Lora) -> None:
     model.peft_config = {ADAPTER: config}
 
 
-def _attention_of(model: PreTrainedModel) -> list[str]:
-    return [target for target in ATTENTION_MODULES if _modules_named(model, target)]
+def attention_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the matrix products within a module whose class is an attention: each as short as it can be without
+    naming another module.
+
+    Raises UserError if there are none."""
+    modules = dict(model.named_modules())
+    attentions = [f"{name}." for name, module in modules.items() if "Attention" in type(module).__name__]
+    products = {
+        name
+        for name, module in modules.items()
+        if isinstance(module, PRODUCTS) and any(name.startswith(attention) for attention in attentions)
+    }
+    if not products:
+        raise UserError(
+            f"spec.model.lora: {type(model).__name__} has no matrix products in modules of attention; name its targets "
+            "in targetModules"
+        )
+    targets: dict[str, None] = {}
+    for name in sorted(products):
+        parts = name.split(".")
+        suffixes = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        short = (s for s in suffixes if all(other in products for other in modules if f".{other}".endswith(f".{s}")))
+        targets[next(short)] = None
+    return tuple(targets)
 
 
 def _modules_named(model: PreTrainedModel, target: str) -> list[nn.Module]:
@@ -50,20 +75,19 @@ def _modules_named(model: PreTrainedModel, target: str) -> list[nn.Module]:
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     for target in targets:
-        found = {type(module) for module in _modules_named(model, target)}
+        found = _modules_named(model, target)
         if not found:
-            products = {
-                name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)
-            }
+            products = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, PRODUCTS)}
             raise UserError(
                 f"spec.model.lora.targetModules: {type(model).__name__} has no module {target}; "
                 f"it has {', '.join(sorted(products))}"
             )
-        if not found <= {nn.Linear, Conv1D}:
-            kinds = ", ".join(sorted(kind.__name__ for kind in found))
+        if not all(isinstance(module, PRODUCTS) for module in found):
+            kinds = ", ".join(sorted({type(module).__name__ for module in found}))
             raise UserError(f"spec.model.lora.targetModules: {target} is {kinds}; adapters need a matrix product")
 
 
 def _task(model: PreTrainedModel) -> TaskType | None:
-    tasks = {"t5": TaskType.SEQ_2_SEQ_LM, "bert": None}
-    return tasks.get(model.config.model_type, TaskType.CAUSAL_LM)
+    if model.config.is_encoder_decoder:
+        return TaskType.SEQ_2_SEQ_LM
+    return None if is_masked(model) else TaskType.CAUSAL_LM

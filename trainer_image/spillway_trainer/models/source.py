@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,18 +175,26 @@ def _nbytes(tensor: StoredTensor) -> int:
     return (4 if tensor.dtype == "F32" else 2) * math.prod(tensor.shape)
 
 
+Merge = Callable[[Mapping[str, Tensor]], Tensor]
+"""Makes the value of a parameter of its stored tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """The stored tensors that are a model's parameters."""
 
     directory: ModelDirectory
     stored: Mapping[str, tuple[str, ...]]
-    """Parameter -> its names in the files; several if a tied one was stored under each of its names."""
+    """Parameter -> its names in the files; several if a tied one was stored under each of its names, or if it is
+    merged of several tensors."""
+    merges: Mapping[str, Merge]
     xxh3: str
     """ModelDirectory.digest"""
 
     def value(self, parameter: str) -> Tensor:
         """Raises UserError when tied names hold different values."""
+        if parameter in self.merges:
+            return self.merges[parameter]({name: self.directory.value(name) for name in self.stored[parameter]})
         first, *others = self.stored[parameter]
         value = self.directory.value(first)
         for other in others:
@@ -204,9 +212,13 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def match(
-    directory: ModelDirectory, shapes: Mapping[str, tuple[int, ...]], stored_as: Mapping[str, str | None]
+    directory: ModelDirectory,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored_as: Mapping[str, str | None],
+    merges: Mapping[str, Merge],
 ) -> Weights:
     """Which stored tensor is which parameter; `stored_as`: stored name -> parameter, None = of no use to the model.
+    `merges`: how a parameter is made of several stored tensors.
 
     Raises UserError with names for parameters without a tensor, tensors without a parameter, other shapes or types.
     """
@@ -219,18 +231,31 @@ def match(
         *_listed("unexpected", (stored for name in found if name not in shapes for stored in found[name])),
     ]
     tensors = directory.tensors
-    wrong = {
-        stored: f"{stored} is {tensors[stored].dtype} {list(tensors[stored].shape)}, needed are "
+    wrong = [
+        f"{stored} is {tensors[stored].dtype} {list(tensors[stored].shape)}, needed are "
         f"{' or '.join(FLOATS)} and {list(shapes[name])}"
         for name, names in found.items()
-        if name in shapes
+        if name in shapes and name not in merges
         for stored in names
         if tensors[stored].shape != shapes[name] or tensors[stored].dtype not in FLOATS
-    }
-    problems += _listed("of another shape or type", wrong.values())
+    ]
+    wrong += [
+        f"{found[name][0]} and {len(found[name]) - 1} more do not make up {stored_name(name)}, {list(shapes[name])}"
+        for name, merge in merges.items()
+        if not _can_merge(merge, {stored: tensors[stored] for stored in found[name]}, shapes[name])
+    ]
+    problems += _listed("of another shape or type", wrong)
     if problems:
         raise UserError(f"{directory.path}: its tensors do not match config.json: {'; '.join(problems)}")
-    return Weights(directory, {name: tuple(stored) for name, stored in found.items()}, directory.digest())
+    return Weights(directory, {name: tuple(stored) for name, stored in found.items()}, merges, directory.digest())
+
+
+def _can_merge(merge: Merge, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> bool:
+    try:
+        merged = merge({name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()})
+    except (RuntimeError, ValueError, KeyError, TypeError):  # whatever torch says of shapes that do not go together
+        return False
+    return merged.shape == shape and all(tensor.dtype in FLOATS for tensor in tensors.values())
 
 
 def stored_name(parameter: str) -> str:

@@ -208,7 +208,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no safetensors": (overwrite("model.safetensors", "x" * 100), "is no safetensors file"),
     "no configuration": (lambda d: (d / "config.json").unlink(), r"config\.json: No such file"),
     "a configuration that is no JSON": (overwrite("config.json", "{"), r"config\.json: no JSON"),
-    "another family": (lambda d: change_config(d, model_type="opt"), "model_type 'opt' cannot be trained; use one of"),
+    "another family": (
+        configured(model_type="their_own", auto_map={"AutoModelForCausalLM": "theirs.Model"}),
+        "model_type 'their_own' is no text model of transformers",
+    ),
     "a wrong configuration": (lambda d: change_config(d, n_embd="x"), "not the configuration of a GPT2LMHeadModel"),
     "a missing tensor": (with_tensors(lambda t: t.pop(BIAS)), f"1 missing: {BIAS}"),
     "an unexpected tensor": (

@@ -15,14 +15,14 @@ from cases.huggingface_models import VOCABULARY, small_model, spec_of
 from spillway.errors import UserError
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain
-from spillway_trainer.models.decoders import Gpt2
 from spillway_trainer.models.families import empty_model
+from spillway_trainer.models.structure import StructuralChain
 from spillway_trainer.models.transformer import Transformer
 
 MODULE = """
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForSequenceClassification
 from spillway_trainer.models.chain import Chain
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
 
@@ -36,7 +36,7 @@ def gpt2():
 
 def opt():
     sizes = dict(hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2)
-    return OPTForCausalLM(OPTConfig(vocab_size=97, **sizes))
+    return OPTForSequenceClassification(OPTConfig(vocab_size=97, **sizes))
 
 def raises():
     raise ValueError("no such file")
@@ -138,7 +138,7 @@ def made_by(function: str, **model: Any) -> Chain:
     return build_model(spec_of(entrypoint=f"their_models:{function}", compute="bfloat16", **model))
 
 
-@pytest.mark.parametrize(("function", "kind"), [("own_chain", Transformer), ("gpt2", Gpt2)])
+@pytest.mark.parametrize(("function", "kind"), [("own_chain", Transformer), ("gpt2", StructuralChain)])
 def test_an_entry_point_gives_a_chain_or_a_model_of_a_known_family(function: str, kind: type[Chain]) -> None:
     chain = made_by(function)
     assert isinstance(chain, kind) and chain.vocab_size == VOCABULARY
@@ -154,8 +154,8 @@ REFUSED = {
     "their_models:raises": "raised ValueError: no such file",
     "their_models:number_of": "returned int. Return its layers as an nn.Sequential",
     "their_models:plain_module": "returned Linear, whose forward cannot be cut into segments automatically. "
-    r"Return its layers as an nn.Sequential, .* Or a Chain .*`segments` lists .* Or one of LlamaForCausalLM",
-    "their_models:opt": r"returned OPTForCausalLM \(model: OPTModel, lm_head: Linear\), whose forward",
+    r"Return its layers as an nn.Sequential, .* Or a Chain .*`segments` lists .* Or a model of AutoModelForCausalLM",
+    "their_models:opt": r"returned OPTForSequenceClassification \(model: OPTModel, score: Linear\), whose forward",
     "their_models:sequential_with_own_forward": r"returned Skipping \(0: Linear, 1: Linear, 2: Linear\), whose",
     "their_models:short_sequential": "the nn.Sequential has 2 children with parameters, and a chain needs at least 3",
     "their_models:sequential_without_tokens": r"the nn.Sequential begins with Linear, ReLU, .* nn\.Embedding",
@@ -188,7 +188,7 @@ def test_what_an_entry_point_may_not_give_is_refused_with_a_sentence(entrypoint:
 
 
 def test_adapters_need_a_model_of_transformers() -> None:
-    with pytest.raises(UserError, match="returned Transformer, needed is a PreTrainedModel of transformers, for lora"):
+    with pytest.raises(UserError, match="returned Transformer, needed for lora is a model of AutoModelForCausalLM"):
         made_by("own_chain", lora={})
     assert any(".lora_A." in name for name, _ in made_by("gpt2", lora={}).named_parameters())
 
