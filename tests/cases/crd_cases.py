@@ -124,6 +124,7 @@ SPECS: dict[str, Document] = {
     OPERATOR_CONFIG.kind: {},
 }  # fmt: skip
 GPT2 = {"spec.model.config.architecture": "gpt2"}
+CHAT = {"spec.model": {"source": {"claim": "any"}}, "spec.data": {"chat": {"path": "/chats"}}}
 FLOAT16 = {"spec.model.precision.compute": "float16"}
 COMPARED = {"spec.members": [{"name": "a"}], "spec.data.evaluation": {"fraction": "0.1"}}
 COMPANIONS: dict[str, dict[str, Any]] = {
@@ -134,6 +135,10 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.data.text.subPath": {"spec.data": {"text": {"claim": "any"}}},
     "spec.data.tokens.subPath": {"spec.data": {"tokens": {"claim": "any"}}},
     "spec.data.evaluation.text.subPath": {"spec.data.evaluation": {"text": {"claim": "any"}}},
+    **dict.fromkeys(("spec.data.chat.claim", "spec.data.chat.path", "spec.data.evaluation.chat.path"), CHAT),
+    "spec.data.chat.subPath": CHAT | {"spec.data.chat": {"claim": "any"}},
+    "spec.data.evaluation.chat.claim": CHAT,
+    "spec.data.evaluation.chat.subPath": CHAT | {"spec.data.evaluation": {"chat": {"claim": "any"}}},
     **{f"spec.training.lossScale.{name}": FLOAT16 for name in ("initial", "growthInterval")},
     "spec.training.lossScale.minimum": FLOAT16 | {"spec.training.lossScale": {"initial": 1 << 24}},
     "spec.training.optimizer.momentum": {"spec.training.optimizer.name": "SgdMomentum"},
@@ -370,7 +375,8 @@ def _stays_on_its_claim(owner: str) -> RuleCase:
 
     def at(sub_path: str) -> Changes:
         location = {"claim": "any", "subPath": sub_path}
-        return {owner: location} if owner == "spec.checkpoint" else {above: {name: location}}
+        own = {owner: location} if owner == "spec.checkpoint" else {above: {name: location}}
+        return {**CHAT, **own} if name == "chat" else own
 
     words = (f"{owner}.subPath", "en/../../other must be a relative path on the claim")
     return RuleCase(at("en/..wiki"), at("en/../../other"), words)
@@ -410,6 +416,9 @@ TOGETHER: list[tuple[Changes, Changes]] = [
     ),
     (LORA, {"spec.model.config.dropout": "0.1"}),
     (GPT2 | {"spec.model.config.vocabSize": 257}, {"spec.model.config.architecture": "bert"}),
+    (CHAT, {"spec.model": {"entrypoint": "a:b"}}),
+    (CHAT | {"spec.data.evaluation": {"chat": {"path": "/held"}}}, {"spec.data.text": {"path": "/text"}}),
+    (CHAT | {"spec.data.evaluation": {"fraction": "0.1"}}, {"spec.data.evaluation": {"text": {"path": "/held"}}}),
     (
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
         {"spec.memory.advanced.optimizer.placement": "Host"},
@@ -460,6 +469,17 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
             (f"{path}.subPath", "belongs to a claim"),
         )
         for path in ("spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text")
+    },
+    **{
+        (TRAINING_JOB.kind, path, 1): RuleCase(
+            {**CHAT, path: {"claim": "any", "subPath": "en"}}, {**CHAT, path: {"path": "/data", "subPath": "en"}},
+            (f"{path}.subPath", "belongs to a claim"),
+        )
+        for path in ("spec.data.chat", "spec.data.evaluation.chat")
+    },
+    **{
+        (TRAINING_JOB.kind, path, 0): _one_of(path, {**CHAT, path: {"claim": "any"}}, {**CHAT, path: {}}, "[]")
+        for path in ("spec.data.chat", "spec.data.evaluation.chat")
     },
     (TRAINING_JOB.kind, "spec.model.config", 2): RuleCase(
         {"spec.model.config.numHeads": 512}, {"spec.model.config.numHeads": 1024},
@@ -545,6 +565,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         (TRAINING_JOB.kind, f"{owner}.subPath", 0): _stays_on_its_claim(owner)
         for owner in (
             "spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text", "spec.checkpoint",
+            "spec.data.chat", "spec.data.evaluation.chat",
         )
     },
     (TRAINING_JOB.kind, "spec.data", 0): _never_changes("spec.data", "spec.data.evaluation.everySteps", 7),
@@ -561,7 +582,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.data.evaluation", 0): RuleCase(
         {"spec.data.evaluation": {"text": {"path": "/held"}}},
         {"spec.data.evaluation": {"text": {"path": "/held"}, "fraction": "0.1"}},
-        ("spec.data.evaluation", "exactly one of text, fraction is needed; found both"),
+        ("spec.data.evaluation", "at most one of text, chat, fraction is allowed"),
     ),
     (TRAINING_JOB.kind, "spec.data.evaluation.text", 0): _one_of(
         "spec.data.evaluation.text",

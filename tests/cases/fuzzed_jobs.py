@@ -41,6 +41,16 @@ def fuzzed_job(seed: int) -> Document:
     return _Maker(random.Random(seed)).job(f"fuzz-{seed}")
 
 
+def as_chats(data: Document) -> Document:
+    """The same with chats in place of text: no further number is drawn, so that recorded jobs stay as they are."""
+    made = {"chat" if name == "text" else name: value for name, value in data.items()}
+    if "text" in (evaluation := made.get("evaluation", {})):
+        made["evaluation"] = {name: value for name, value in evaluation.items() if name != "text"} | {
+            "chat": made["chat"]
+        }
+    return made
+
+
 class _Maker:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -75,6 +85,8 @@ class _Maker:
 
     def _spec(self) -> Document:
         spec: Document = {"model": self._model(), "data": self._data(), "training": self._training()}
+        if "source" in spec["model"] and "text" in spec["data"]:
+            spec["data"] = as_chats(spec["data"])
         if self._often(OFTEN) or self.nodes * self.devices > 1:
             spec["parallelism"] = self._parallelism()
         for name, make in (

@@ -13,7 +13,7 @@ from spillway.api.pod import Checkpoint
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem
 
-_TEXT_INSTEAD = "does not work in a run yet; use data.text or data.builtin"
+_TEXT_INSTEAD = "does not work in a run yet; use data.text, data.chat or data.builtin"
 NOT_YET = {
     **dict.fromkeys(("data.tokens", "data.huggingFace", "data.entrypoint"), _TEXT_INSTEAD),
     "checkpoint.from": "does not work in a run yet; leave it out",
