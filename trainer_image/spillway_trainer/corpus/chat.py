@@ -29,7 +29,7 @@ from .text_source import TextSource
 
 FORMS = '{"messages": [...]}, or {"prompt": ..., "completion": ...} with two strings or two lists of messages'
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_BATCH_CHARACTERS = 2**20
+_BATCH_CHARACTERS = 2**18
 """Text encoded at once: with offsets, a token takes a hundred bytes."""
 _VERSION = 1
 """Of what is made from a line."""
@@ -231,9 +231,17 @@ class ChatEncoder:
         self.documents = array("q")
         """Of each document the corpus' tokens up to its end, and the number of its first label."""
         self.num_labels = 0
+        self._is_label = bytearray()
+        """1 for each token that is a label, of those that `take_mask` has not taken."""
+
+    def take_mask(self, num_tokens: int) -> npt.NDArray[np.uint8]:
+        """A bit for each of the next tokens that were encoded."""
+        mask = np.packbits(np.frombuffer(self._is_label[:num_tokens], np.bool_))
+        del self._is_label[:num_tokens]
+        return mask
 
     def encoded(self, source: TextSource, dtype: str, told: Callable[[str], None]) -> Iterator[npt.NDArray[Any]]:
-        """Of each document an array of two columns: tokens, and 1 for each that is a label."""
+        """The tokens of each document; `take_mask` has their labels."""
         batch: list[tuple[str, Rendered]] = []
         characters = 0
         for place, line in source.lines():
@@ -252,25 +260,25 @@ class ChatEncoder:
     def _encoded_batch(self, batch: list[tuple[str, Rendered]], dtype: str) -> Iterator[npt.NDArray[Any]]:
         encodings = self._tokenizer.encode_batch([one.text for _, one in batch], add_special_tokens=False)
         for (place, rendered), encoding in zip(batch, encodings, strict=True):
-            document = self._document(rendered, encoding, dtype)
-            labels = np.flatnonzero(document[1:, 1])
+            tokens, is_label = self._document(rendered, encoding)
+            labels = np.flatnonzero(is_label[1:])
             if not len(labels):
                 raise UserError(f"{place}: the response has no token; leave the line out")
             self.num_labels += len(labels)
             ended = self.documents[-2] if self.documents else 0
-            self.documents.extend((ended + len(document), int(labels[0]) + 1))
-            yield document
+            self.documents.extend((ended + len(tokens), int(labels[0]) + 1))
+            self._is_label += is_label.tobytes()
+            yield np.array(tokens, dtype=dtype)
 
-    def _document(self, rendered: Rendered, encoding: Encoding, dtype: str) -> npt.NDArray[Any]:
+    def _document(self, rendered: Rendered, encoding: Encoding) -> tuple[list[int], npt.NDArray[np.bool_]]:
         starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        labels = np.zeros(len(starts), dtype=dtype)
+        is_label = np.zeros(len(starts), dtype=np.bool_)
         for start, stop in rendered.responses:
-            labels[(starts < stop) & (stops > start)] = 1
-        document = np.stack((np.array(encoding.ids, dtype=dtype), labels), axis=1)
+            is_label |= (starts < stop) & (stops > start)
         if rendered.by_template:
-            return document
-        leading = np.array([(number, 0) for number in self._leading], dtype=dtype).reshape(-1, 2)
-        return np.concatenate((leading, document, np.array([(self._end_of_text, 1)], dtype=dtype)))
+            return encoding.ids, is_label
+        tokens = [*self._leading, *encoding.ids, self._end_of_text]
+        return tokens, np.concatenate((np.zeros(len(self._leading), np.bool_), is_label, np.ones(1, np.bool_)))
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:

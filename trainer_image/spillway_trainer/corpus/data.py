@@ -114,7 +114,7 @@ class Chats(Windows):
         self._stops, self._kept = stops, np.flatnonzero(first_labels <= sequence_length)
         self.num = len(self._kept)
         num_cut = int(np.count_nonzero(np.diff(stops, prepend=0) > sequence_length + 1))
-        left_out = f", {len(stops) - self.num} of them before the first token of a response: left out"
+        left_out = f"; {len(stops) - self.num} have no response within it and are left out"
         self.cut = (
             f"chats: {num_cut} of {len(stops)} are longer than sequenceLength {sequence_length} and are cut"
             f"{left_out if self.num < len(stops) else ''}"

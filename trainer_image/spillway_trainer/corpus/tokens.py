@@ -356,9 +356,7 @@ def _fill(
     for shard in _packed(encoded, shard_tokens):
         num_tokens += len(shard)
         if chat:
-            mask = np.packbits(shard[:, 1].astype(np.bool_))
-            masks.append(files.write(directory / f"mask-{len(masks):05d}.bin", [mask.data]))
-            shard = np.ascontiguousarray(shard[:, 0])  # noqa: PLW2901
+            masks.append(files.write(directory / f"mask-{len(masks):05d}.bin", [chat.take_mask(len(shard)).data]))
         shards.append(files.write(directory / f"tokens-{len(shards):05d}.bin", [shard.data]))
     if not num_tokens:
         raise UserError(f"spec.data: {source} holds no {'chat' if chat else f'text: {tally.sentence()}'}")
@@ -524,7 +522,7 @@ def _batches(source: TextSource, tally: Tally) -> Iterator[list[TextPiece]]:
 
 
 def _packed(arrays: Iterator[npt.NDArray[Any]], shard_tokens: int) -> Iterator[npt.NDArray[Any]]:
-    """The same tokens (rows, of chats) in arrays of exactly `shard_tokens`, but for the last."""
+    """The same tokens in arrays of exactly `shard_tokens`, but for the last."""
     held: list[npt.NDArray[Any]] = []
     num_held = 0
     for array in arrays:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +41,10 @@ def ours(root: Path, family: str, template: str | None, lines: list[Any], **opti
     source = text_source(write_lines(root / "chats.jsonl", lines), "spec.data.chat")
     given = given_tokenizer(directory)
     encoder = ChatEncoder(ChatTemplate.of(directory), given.file, given.end_of_text)
-    return [(one[:, 0].tolist(), one[:, 1].tolist()) for one in encoder.encoded(source, "<u2", silent)]
+    documents = [tokens.tolist() for tokens in encoder.encoded(source, "<u2", silent)]
+    mask = np.unpackbits(encoder.take_mask(sum(map(len, documents)))).tolist()
+    stops = [*itertools.accumulate(map(len, documents))]
+    return [(tokens, mask[stop - len(tokens) : stop]) for tokens, stop in zip(documents, stops, strict=True)]
 
 
 def theirs(root: Path, family: str) -> PreTrainedTokenizerFast:
@@ -139,7 +144,7 @@ BAD: dict[str, tuple[str | None, Any, str]] = {
     "system": (MARKED["gemma"], {"messages": [{"role": "system"}, USER]}, "model: System role not supported"),
     "first": (UNMARKED["gemma"], {"messages": [ASSISTANT]}, "model: Conversation roles must alternate"),
     "alone": (FORGETS + "{{ messages[1].content }}", GOOD, r"messages\[1\]: .*mark it in the template: {% gen"),
-    "forgets": (FORGETS, {"messages": [USER, ASSISTANT, USER, USER | {"role": "assistant"}]}, r"messages\[1\]: the .*'no"),
+    "forgets": (FORGETS, {"messages": [*GOOD["messages"], USER, USER | {"role": "assistant"}]}, r"messages.1.: .*'no"),
     "no content": (MARKED["chatml"], {"messages": [USER, {"role": "assistant"}]}, "rejected by the chat template of"),
     "bad template": ("{% if %}", GOOD, "rejected by the chat template of .*model"),
     "no template": (None, GOOD, "messages need a chat template, and .*model has none"),
@@ -266,8 +271,8 @@ def test_a_document_is_a_row_with_the_labels_of_its_responses(tmp_path: Path) ->
     num_cut = sum(len(tokens) > T + 1 for tokens, _ in documents)
     assert num_cut and num < 30, "the case covers both"
     assert batches.cut == (
-        f"chats: {num_cut} of 30 are longer than sequenceLength {T} and are cut, {30 - num} of them before the first "
-        "token of a response: left out"
+        f"chats: {num_cut} of 30 are longer than sequenceLength {T} and are cut; {30 - num} have no response within it "
+        "and are left out"
     )
     assert TokenBatches(corpus, 10_000, seed=3).cut == ""
 
