@@ -133,7 +133,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.model.config.numKeyValueHeads": {"spec.model.config.hiddenSize": 2048, "spec.model.config.numHeads": 1024},
     "spec.model.source.subPath": {"spec.model": {"source": {"claim": "any"}}},
     "spec.data.text.subPath": {"spec.data": {"text": {"claim": "any"}}},
-    "spec.data.tokens.subPath": {"spec.data": {"tokens": {"claim": "any"}}},
+    "spec.data.tokens.subPath": CHAT | {"spec.data": {"tokens": {"claim": "any"}}},
     "spec.data.evaluation.text.subPath": {"spec.data.evaluation": {"text": {"claim": "any"}}},
     **dict.fromkeys(("spec.data.chat.claim", "spec.data.chat.path", "spec.data.evaluation.chat.path"), CHAT),
     "spec.data.chat.subPath": CHAT | {"spec.data.chat": {"claim": "any"}},
@@ -376,7 +376,7 @@ def _stays_on_its_claim(owner: str) -> RuleCase:
     def at(sub_path: str) -> Changes:
         location = {"claim": "any", "subPath": sub_path}
         own = {owner: location} if owner == "spec.checkpoint" else {above: {name: location}}
-        return {**CHAT, **own} if name == "chat" else own
+        return {**CHAT, **own} if name in ("chat", "tokens") else own
 
     words = (f"{owner}.subPath", "en/../../other must be a relative path on the claim")
     return RuleCase(at("en/..wiki"), at("en/../../other"), words)
@@ -387,7 +387,6 @@ EARLIER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 """of fields of earlier schemas that are no maps"""
 NEVER: dict[str, tuple[str, Any]] = {
-    "data.tokens": ("spec.data", {"tokens": {"path": "/tokens"}}),
     "data.huggingFace": ("spec.data", {"huggingFace": {"name": "wikitext"}}),
     "data.entrypoint": ("spec.data", {"entrypoint": "a:b"}),
     "checkpoint.from": ("spec.checkpoint.from", "another"),
@@ -417,6 +416,7 @@ TOGETHER: list[tuple[Changes, Changes]] = [
     (LORA, {"spec.model.config.dropout": "0.1"}),
     (GPT2 | {"spec.model.config.vocabSize": 257}, {"spec.model.config.architecture": "bert"}),
     (CHAT, {"spec.model": {"entrypoint": "a:b"}}),
+    (CHAT | {"spec.data": {"tokens": {"path": "/t"}}}, {"spec.model": {"entrypoint": "a:b"}}),
     (CHAT | {"spec.data.evaluation": {"chat": {"path": "/held"}}}, {"spec.data.text": {"path": "/text"}}),
     (CHAT | {"spec.data.evaluation": {"fraction": "0.1"}}, {"spec.data.evaluation": {"text": {"path": "/held"}}}),
     (
@@ -468,18 +468,18 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
             {path: {"claim": "any", "subPath": "en"}}, {path: {"path": "/data", "subPath": "en"}},
             (f"{path}.subPath", "belongs to a claim"),
         )
-        for path in ("spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text")
+        for path in ("spec.model.source", "spec.data.text", "spec.data.evaluation.text")
     },
     **{
         (TRAINING_JOB.kind, path, 1): RuleCase(
             {**CHAT, path: {"claim": "any", "subPath": "en"}}, {**CHAT, path: {"path": "/data", "subPath": "en"}},
             (f"{path}.subPath", "belongs to a claim"),
         )
-        for path in ("spec.data.chat", "spec.data.evaluation.chat")
+        for path in ("spec.data.chat", "spec.data.evaluation.chat", "spec.data.tokens")
     },
     **{
         (TRAINING_JOB.kind, path, 0): _one_of(path, {**CHAT, path: {"claim": "any"}}, {**CHAT, path: {}}, "[]")
-        for path in ("spec.data.chat", "spec.data.evaluation.chat")
+        for path in ("spec.data.chat", "spec.data.evaluation.chat", "spec.data.tokens")
     },
     (TRAINING_JOB.kind, "spec.model.config", 2): RuleCase(
         {"spec.model.config.numHeads": 512}, {"spec.model.config.numHeads": 1024},
@@ -575,9 +575,6 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.data": {"text": {"path": "/data"}}},
         {"spec.data": {"text": {"path": "/data", "claim": "corpus"}}},
         '["claim", "path"]',
-    ),
-    (TRAINING_JOB.kind, "spec.data.tokens", 0): _one_of(
-        "spec.data.tokens", {"spec.data": {"tokens": {"path": "/data"}}}, {"spec.data": {"tokens": {}}}, "[]"
     ),
     (TRAINING_JOB.kind, "spec.data.evaluation", 0): RuleCase(
         {"spec.data.evaluation": {"text": {"path": "/held"}}},

@@ -424,8 +424,8 @@ def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRec
 def sources_of(job: JobFile) -> list[TextSource]:
     """The text or chats to train on, as this process sees it, and that of spec.data.evaluation, where it has one."""
     data, places = job.spec.data, {f"spec.{field}": place for field, place in job.spec.texts.items()}
-    if data.builtin is None and data.text is None and data.chat is None:
-        raise UserError("spec.data: only text, chat and builtin can be trained on so far")
+    if data.hugging_face is not None or data.entrypoint is not None:
+        raise UserError("spec.data: only text, chat, tokens and builtin can be trained on so far")
     found = [text_source(directory_of(place, job.claims, field), field) for field, place in places.items()]
     return found if data.builtin is None else [python_stdlib(), *found]
 

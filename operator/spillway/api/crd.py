@@ -43,6 +43,7 @@ from spillway.api.limits import (
     RESERVED_KEYS,
     RESERVED_PREFIXES,
     RESERVED_VARIABLES,
+    TOKENS_NEED_SOURCE,
     VERSION,
 )
 from spillway.api.memory import Parallelism
@@ -169,6 +170,7 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
      ".model.config.vocabSize",
      f"at least {MIN_TEXT_VOCABULARY + 1} for text: a token for every byte, the end of text, and the mask"),
     ("has(self.data.chat) && !has(self.model.source)", ".data.chat", CHAT_NEEDS_SOURCE),
+    ("has(self.data.tokens) && !has(self.model.source)", ".data.tokens", TOKENS_NEED_SOURCE),
     ("has(self.data.evaluation) && has(self.data.evaluation.chat) && !has(self.data.chat)", ".data.evaluation.chat",
      "belongs to data.chat; use evaluation.text or fraction"),
     ("has(self.data.evaluation) && has(self.data.evaluation.text) && has(self.data.chat)", ".data.evaluation.text",

@@ -232,7 +232,11 @@ class Data(Fields):
         description="A .jsonl file, or a directory of them: on each line messages, or prompt and completion "
         "(docs/data.md). Needs model.source, whose chat template is used. The loss counts responses only.",
     )
-    tokens: Location | None = Field(default=None, description="Not supported yet: packed token shards.")
+    tokens: Location | None = Field(
+        default=None,
+        description="Tokens in the format of Megatron-LM: an .idx file with its .bin, or a directory of them. Needs "
+        "model.source, which has their tokenizer.",
+    )
     hugging_face: HuggingFaceData | None = Field(default=None, description="Not supported yet: a `datasets` data set.")
     entrypoint: Name | None = Field(default=None, description="Not supported yet: package.module:function.")
     builtin: Literal["PythonStdlib"] | None = Field(

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from spillway.api.field_types import LIST_BY_NAME, MAX_MEMBERS, Fields, Flag, Name, StringMap, refuse
-from spillway.api.limits import CHAT_NEEDS_SOURCE, MANAGER, MAX_ENV_BYTES, MAX_NAME_LENGTH
+from spillway.api.limits import CHAT_NEEDS_SOURCE, MANAGER, MAX_ENV_BYTES, MAX_NAME_LENGTH, TOKENS_NEED_SOURCE
 from spillway.api.memory import Memory, Parallelism, Spill
 from spillway.api.model import Data, Location, Model
 from spillway.api.pod import FIXED_WITHOUT_PLAN, Checkpoint, Lifecycle, Member, Objective, Pod, Scheduling
@@ -51,7 +51,7 @@ class TrainingJobSpec(Fields):
     @property
     def texts(self) -> dict[str, Location]:
         """Where the text or the chats are that are trained and evaluated on, by field below spec."""
-        places = {"data.text": self.data.text, "data.chat": self.data.chat}
+        places = {"data.text": self.data.text, "data.chat": self.data.chat, "data.tokens": self.data.tokens}
         if evaluation := self.data.evaluation:
             places |= {"data.evaluation.text": evaluation.text, "data.evaluation.chat": evaluation.chat}
         return {field: place for field, place in places.items() if place is not None}
@@ -81,6 +81,8 @@ class TrainingJobSpec(Fields):
             )
         if self.data.chat is not None and self.model.source is None:
             problems.append(("data.chat", CHAT_NEEDS_SOURCE))
+        if self.data.tokens is not None and self.model.source is None:
+            problems.append(("data.tokens", TOKENS_NEED_SOURCE))
         is_float16, strategy = self.model.precision.compute == "float16", self.parallelism.strategy
         if is_float16 and strategy not in ("Auto", "Ddp"):
             needed = f"needs loss scaling, which {strategy} does not have; use Ddp, or bfloat16"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -240,7 +240,7 @@ class ChatEncoder:
         del self._is_label[:num_tokens]
         return mask
 
-    def encoded(self, source: TextSource, dtype: str, told: Callable[[str], None]) -> Iterator[npt.NDArray[Any]]:
+    def encoded(self, source: TextSource, dtype: str, told: Callable[[Sized], None]) -> Iterator[npt.NDArray[Any]]:
         """The tokens of each document; `take_mask` has their labels."""
         batch: list[tuple[str, Rendered]] = []
         characters = 0
@@ -249,7 +249,7 @@ class ChatEncoder:
                 rendered = self._renderer.rendered(line)
             except UserError as error:
                 raise UserError(f"{place}: {error}") from error
-            told(line.decode(errors="replace"))
+            told(line)
             batch.append((place, rendered))
             characters += len(rendered.text)
             if characters >= _BATCH_CHARACTERS:

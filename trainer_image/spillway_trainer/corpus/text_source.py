@@ -23,7 +23,12 @@ TEXT_SUFFIXES = (
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".go", ".rs", ".java", ".js", ".ts", ".sh"),
 )
 """Files of a directory that count as text; a single file given by name may have any suffix."""
-CHAT_SUFFIXES = (".jsonl",)
+KINDS = {
+    "text": ("text files", TEXT_SUFFIXES),
+    "chat": (".jsonl files of chats", (".jsonl",)),
+    "tokens": (".idx files of Megatron-LM", (".bin", ".idx")),
+}
+"""Of spec.data: what is in the files of a directory, and how they are named."""
 PIECE_CHARACTERS = 2**20
 """A long document is read and encoded in pieces of about this size, cut at line ends."""
 
@@ -70,8 +75,9 @@ class TextSource:
     """Relative to `root`, sorted."""
 
     @property
-    def is_chat(self) -> bool:
-        return self.option[0] == "--chat"
+    def kind(self) -> str:
+        """text, chat, tokens or builtin, as the field of spec.data."""
+        return self.option[0].removeprefix("--")
 
     @property
     def nbytes(self) -> int:
@@ -118,19 +124,23 @@ class TextSource:
 
 
 def text_source(path: Path, field: str = "spec.data.text") -> TextSource:
-    """One file, or all files under a directory: text, or chats if that is what `field` is for. Raises UserError, of
-    `field`, when there is nothing to read."""
-    is_chat = field.endswith(".chat")
-    option, suffixes = ("--chat", CHAT_SUFFIXES) if is_chat else ("--text", TEXT_SUFFIXES)
+    """One file, or all files under a directory, of the kind that `field` is for. Raises UserError, of `field`, when
+    there is nothing to read."""
+    kind = field.rpartition(".")[2]
+    what, suffixes = KINDS[kind]
     if not path.exists():
-        kind = "a .jsonl file of chats" if is_chat else "a text file"
-        raise UserError(f"{field}: {path} does not exist; give {kind} or a directory of such files")
+        raise UserError(f"{field}: {path} does not exist; give a file, or a directory of {what}")
     if path.is_file():
-        root, files = path.resolve().parent, [path.resolve().name]
+        whole = path.resolve()
+        root, files = whole.parent, [whole.name]
+        if kind == "tokens":
+            files = [whole.with_suffix(suffix).name for suffix in suffixes]
+            if absent := next((name for name in files if not (root / name).is_file()), None):
+                raise UserError(f"{field}: {path} has no {root / absent} next to it; both are needed")
     else:
         root = path.resolve()
         files = [name for name in _walk(root, frozenset()) if Path(name).suffix in suffixes]
-    source = TextSource(str(path), (option, str(path)), root, tuple(files))
+    source = TextSource(str(path), (f"--{kind}", str(path)), root, tuple(files))
     if source.nbytes == 0:
         if path.is_file():
             raise UserError(f"{field}: {path} is empty; give a file with text in it")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,8 @@ from spillway.units import MIB, format_bytes, format_count
 from ..checkpoints.durable_files import DurableFiles, FileEntry, describe_file
 from ..checkpoints.sealed_json import Unsealed, seal, unseal
 from .chat import ChatEncoder, ChatTemplate, named_tokens, tokenizer_config
-from .text_source import PYTHON_STDLIB, Tally, TextPiece, TextSource, python_stdlib, text_source
+from .megatron import megatron_tokens
+from .text_source import KINDS, PYTHON_STDLIB, Tally, TextPiece, TextSource, python_stdlib, text_source
 
 END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
 END_OF_TEXT_ID = 0
@@ -265,12 +266,12 @@ def open_corpus(directory: Path, source: TextSource, vocab_size: int, recipe: To
 
 
 def _chat_fingerprint(source: TextSource, recipe: TokenizerRecipe) -> str:
-    return ChatTemplate.of(_of_model(recipe)).fingerprint if source.is_chat else ""
+    return ChatTemplate.of(_of_model(recipe)).fingerprint if source.kind == "chat" else ""
 
 
 def _of_model(recipe: TokenizerRecipe) -> Path:
     if recipe.model_directory is None:
-        raise UserError("spec.data.chat: needs spec.model.source, whose chat template writes the text")
+        raise UserError("spec.data: chat and tokens need spec.model.source, which has the tokenizer")
     return recipe.model_directory
 
 
@@ -301,13 +302,15 @@ def build_corpus(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with files.temporary_directory(temporary):
+            if source.kind == "tokens":
+                _of_model(recipe)
             tokenizer = chosen_tokenizer(source, vocab_size, report, recipe)
             if tokenizer.vocab_size > vocab_size:
                 raise UserError(
                     f"{recipe.model_directory}/tokenizer.json: has {tokenizer.vocab_size} tokens, the model's "
                     f"vocabSize is {vocab_size}; use the tokenizer that the model was trained with"
                 )
-            template = ChatTemplate.of(_of_model(recipe)) if source.is_chat else None
+            template = ChatTemplate.of(_of_model(recipe)) if source.kind == "chat" else None
             _fill(source, temporary, tokenizer, template, report, files, shard_tokens)
             _move_into_place(temporary, directory, files)
     except OSError as error:
@@ -349,7 +352,12 @@ def _fill(
     tally = Tally()
     chat = ChatEncoder(template, chosen.file, chosen.end_of_text) if template else None
     told = ProgressPrinter(report, "corpus: encoding", source.nbytes)
-    encoded = chat.encoded(source, dtype, told.more) if chat else _encoded(source, chosen, dtype, tally, told)
+    if chat:
+        encoded = chat.encoded(source, dtype, told.more)
+    elif source.kind == "tokens":
+        encoded = megatron_tokens(source, chosen.vocab_size, dtype, tally, told.more)
+    else:
+        encoded = _encoded(source, chosen, dtype, tally, told)
     shards: list[FileEntry] = []
     masks: list[FileEntry] = []
     num_tokens = 0
@@ -487,8 +495,8 @@ class ProgressPrinter:
     _done: int = 0
     _said: float = -math.inf
 
-    def more(self, text: str) -> None:
-        """`text` is about to be done."""
+    def more(self, text: Sized) -> None:
+        """`text`, or bytes, is about to be done."""
         if self.clock() - self._said >= SAY_SECONDS:
             self._said = self.clock()
             done = min(self._done, self.num_bytes)
@@ -593,14 +601,15 @@ def _build_in_child(
 
 
 def main() -> int:
-    """`python -m spillway_trainer.corpus.tokens (--text PATH | --chat PATH | --builtin PythonStdlib)
-    [--tokenizer DIRECTORY | --mask] DIRECTORY VOCAB_SIZE`."""
+    """`python -m spillway_trainer.corpus.tokens (--text PATH | --chat PATH | --tokens PATH | --builtin
+    PythonStdlib) [--tokenizer DIRECTORY | --mask] DIRECTORY VOCAB_SIZE`."""
     parser = argparse.ArgumentParser(
         prog="spillway_trainer.corpus.tokens", description="Build a corpus of packed tokens."
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--text", type=Path, help="a text file or a directory of text files")
     which.add_argument("--chat", type=Path, help="a .jsonl file of chats or a directory of such files")
+    which.add_argument("--tokens", type=Path, help="an .idx file of Megatron-LM or a directory of such files")
     which.add_argument("--builtin", choices=[PYTHON_STDLIB], help="text that every trainer has")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--tokenizer", type=Path, help="a model directory whose tokenizer is used; default: train one")
@@ -609,7 +618,7 @@ def main() -> int:
     parser.add_argument("vocab_size", type=int)
     arguments = parser.parse_args()
     try:
-        given = {"spec.data.text": arguments.text, "spec.data.chat": arguments.chat}
+        given = {f"spec.data.{kind}": getattr(arguments, kind) for kind in KINDS}
         source = next((text_source(path, field) for field, path in given.items() if path), None) or python_stdlib()
         recipe = TokenizerRecipe(arguments.mask, arguments.tokenizer)
         build_corpus(source, arguments.directory, arguments.vocab_size, partial(print, flush=True), recipe)
