@@ -54,7 +54,10 @@ from .measured.reservations import Reservations
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
 """Label of a Workload: the uid of its Job."""
-CLAIM_FIELDS = ("checkpoint.claim", "data.text.claim", "data.evaluation.text.claim", "model.source.claim")
+CLAIM_FIELDS = (
+    "checkpoint.claim", "data.text.claim", "data.chat.claim", "data.tokens.claim", "data.evaluation.text.claim",
+    "data.evaluation.chat.claim", "model.source.claim",
+)  # fmt: skip
 """Fields of a spec that name claims for its pods."""
 LONGEST_TEXT = 4096
 """Characters of a message that are kept; termination messages are not longer."""

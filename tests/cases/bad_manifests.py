@@ -222,7 +222,8 @@ def refusal_in_cluster(mistake: Mistake, spec: dict[str, Any]) -> str:
 def claims_of(spec: dict[str, Any]) -> set[str]:
     """Names of the claims that a spec mounts."""
     evaluation = spec["data"].get("evaluation") or {}
-    places = (spec.get("checkpoint"), spec["data"].get("text"), evaluation.get("text"))
+    texts = (data.get(name) for data in (spec["data"], evaluation) for name in ("text", "chat"))
+    places = (spec.get("checkpoint"), *texts)
     return {name for place in places if (name := (place or {}).get("claim"))}
 
 

@@ -126,23 +126,31 @@ SPECS: dict[str, Document] = {
     OPERATOR_CONFIG.kind: {},
 }  # fmt: skip
 GPT2 = {"spec.model.config.architecture": "gpt2"}
+CHAT = {"spec.model": {"source": {"claim": "any"}}, "spec.data": {"chat": {"path": "/chats"}}}
 FLOAT16 = {"spec.model.precision.compute": "float16"}
 COMPARED = {"spec.members": [{"name": "a"}], "spec.data.evaluation": {"fraction": "0.1"}}
+FETCHED_AT: dict[str, dict[str, Any]] = {
+    "spec.model.source": {"spec.model": {"source": FETCHING}},
+    "spec.data.text": {"spec.data": {"text": FETCHING}},
+    "spec.data.chat": CHAT | {"spec.data": {"chat": FETCHING}},
+    "spec.data.tokens": CHAT | {"spec.data": {"tokens": FETCHING}},
+    "spec.data.evaluation.text": {"spec.data.evaluation": {"text": FETCHING}},
+    "spec.data.evaluation.chat": CHAT | {"spec.data.evaluation": {"chat": FETCHING}},
+}
+"""each place that a download may fill, and a job that has one there"""
 COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.model.config.hiddenSize": GPT2,
     "spec.model.config.numHeads": GPT2,
     "spec.model.config.numKeyValueHeads": {"spec.model.config.hiddenSize": 2048, "spec.model.config.numHeads": 1024},
     "spec.model.source.subPath": {"spec.model": {"source": {"claim": "any"}}},
     "spec.data.text.subPath": {"spec.data": {"text": {"claim": "any"}}},
-    "spec.data.tokens.subPath": {"spec.data": {"tokens": {"claim": "any"}}},
+    "spec.data.tokens.subPath": CHAT | {"spec.data": {"tokens": {"claim": "any"}}},
     "spec.data.evaluation.text.subPath": {"spec.data.evaluation": {"text": {"claim": "any"}}},
-    **{f"spec.model.source.fetch.{name}": {"spec.model": {"source": FETCHING}} for name in ("uri", "secretName")},
-    **{f"spec.data.text.fetch.{name}": {"spec.data": {"text": FETCHING}} for name in ("uri", "secretName")},
-    **{f"spec.data.tokens.fetch.{name}": {"spec.data": {"tokens": FETCHING}} for name in ("uri", "secretName")},
-    **{
-        f"spec.data.evaluation.text.fetch.{name}": {"spec.data.evaluation": {"text": FETCHING}}
-        for name in ("uri", "secretName")
-    },
+    **{f"{path}.fetch.{name}": companions for path, companions in FETCHED_AT.items() for name in ("uri", "secretName")},
+    **dict.fromkeys(("spec.data.chat.claim", "spec.data.chat.path", "spec.data.evaluation.chat.path"), CHAT),
+    "spec.data.chat.subPath": CHAT | {"spec.data.chat": {"claim": "any"}},
+    "spec.data.evaluation.chat.claim": CHAT,
+    "spec.data.evaluation.chat.subPath": CHAT | {"spec.data.evaluation": {"chat": {"claim": "any"}}},
     **{f"spec.training.lossScale.{name}": FLOAT16 for name in ("initial", "growthInterval")},
     "spec.training.lossScale.minimum": FLOAT16 | {"spec.training.lossScale": {"initial": 1 << 24}},
     "spec.training.optimizer.momentum": {"spec.training.optimizer.name": "SgdMomentum"},
@@ -381,7 +389,8 @@ def _stays_on_its_claim(owner: str) -> RuleCase:
 
     def at(sub_path: str) -> Changes:
         location = {"claim": "any", "subPath": sub_path}
-        return {owner: location} if owner == "spec.checkpoint" else {above: {name: location}}
+        own = {owner: location} if owner == "spec.checkpoint" else {above: {name: location}}
+        return {**CHAT, **own} if name in ("chat", "tokens") else own
 
     words = (f"{owner}.subPath", "en/../../other must be a relative path on the claim")
     return RuleCase(at("en/..wiki"), at("en/../../other"), words)
@@ -392,7 +401,6 @@ EARLIER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 """of fields of earlier schemas that are no maps"""
 NEVER: dict[str, tuple[str, Any]] = {
-    "data.tokens": ("spec.data", {"tokens": {"path": "/tokens"}}),
     "data.huggingFace": ("spec.data", {"huggingFace": {"name": "wikitext"}}),
     "data.entrypoint": ("spec.data", {"entrypoint": "a:b"}),
     "checkpoint.from": ("spec.checkpoint.from", "another"),
@@ -421,6 +429,10 @@ TOGETHER: list[tuple[Changes, Changes]] = [
     ),
     (LORA, {"spec.model.config.dropout": "0.1"}),
     (GPT2 | {"spec.model.config.vocabSize": 257}, {"spec.model.config.architecture": "bert"}),
+    (CHAT, {"spec.model": {"entrypoint": "a:b"}}),
+    (CHAT | {"spec.data": {"tokens": {"path": "/t"}}}, {"spec.model": {"entrypoint": "a:b"}}),
+    (CHAT | {"spec.data.evaluation": {"chat": {"path": "/held"}}}, {"spec.data.text": {"path": "/text"}}),
+    (CHAT | {"spec.data.evaluation": {"fraction": "0.1"}}, {"spec.data.evaluation": {"text": {"path": "/held"}}}),
     (
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
         {"spec.memory.advanced.optimizer.placement": "Host"},
@@ -470,13 +482,24 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
             {path: {"claim": "any", "subPath": "en"}}, {path: {"path": "/data", "subPath": "en"}},
             (f"{path}.subPath", "belongs to a claim"),
         )
-        for path in ("spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text")
+        for path in ("spec.model.source", "spec.data.text", "spec.data.evaluation.text")
+    },
+    **{
+        (TRAINING_JOB.kind, path, 1): RuleCase(
+            {**CHAT, path: {"claim": "any", "subPath": "en"}}, {**CHAT, path: {"path": "/data", "subPath": "en"}},
+            (f"{path}.subPath", "belongs to a claim"),
+        )
+        for path in ("spec.data.chat", "spec.data.evaluation.chat", "spec.data.tokens")
+    },
+    **{
+        (TRAINING_JOB.kind, path, 0): _one_of(path, {**CHAT, path: {"claim": "any"}}, {**CHAT, path: {}}, "[]")
+        for path in ("spec.data.chat", "spec.data.evaluation.chat", "spec.data.tokens")
     },
     **{
         (TRAINING_JOB.kind, path, number): RuleCase(
-            {path: FETCHING}, {path: {**place, "fetch": {"uri": "s3://a/b"}}}, (f"{path}.{field}", words)
+            companions, {**companions, path: {**place, "fetch": {"uri": "s3://a/b"}}}, (f"{path}.{field}", words)
         )
-        for path in ("spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text")
+        for path, companions in FETCHED_AT.items()
         for number, place, field, words in (
             (2, {"path": "/data"}, "fetch", "needs a claim"),
             (3, {"claim": "any"}, "subPath", "fills a directory of its own"),
@@ -566,6 +589,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         (TRAINING_JOB.kind, f"{owner}.subPath", 0): _stays_on_its_claim(owner)
         for owner in (
             "spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text", "spec.checkpoint",
+            "spec.data.chat", "spec.data.evaluation.chat",
         )
     },
     (TRAINING_JOB.kind, "spec.data", 0): _never_changes("spec.data", "spec.data.evaluation.everySteps", 7),
@@ -576,13 +600,10 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.data": {"text": {"path": "/data", "claim": "corpus"}}},
         '["claim", "path"]',
     ),
-    (TRAINING_JOB.kind, "spec.data.tokens", 0): _one_of(
-        "spec.data.tokens", {"spec.data": {"tokens": {"path": "/data"}}}, {"spec.data": {"tokens": {}}}, "[]"
-    ),
     (TRAINING_JOB.kind, "spec.data.evaluation", 0): RuleCase(
         {"spec.data.evaluation": {"text": {"path": "/held"}}},
         {"spec.data.evaluation": {"text": {"path": "/held"}, "fraction": "0.1"}},
-        ("spec.data.evaluation", "exactly one of text, fraction is needed; found both"),
+        ("spec.data.evaluation", "at most one of text, chat, fraction is allowed"),
     ),
     (TRAINING_JOB.kind, "spec.data.evaluation.text", 0): _one_of(
         "spec.data.evaluation.text",

@@ -41,6 +41,14 @@ def fuzzed_job(seed: int) -> Document:
     return _Maker(random.Random(seed)).job(f"fuzz-{seed}")
 
 
+def as_other_data(data: Document, kind: str) -> Document:
+    """The same with chats or tokens in place of text: no number is drawn, so that recorded jobs stay as they are."""
+    place, evaluation = data["text"], dict(data.get("evaluation", {}))
+    if evaluation.pop("text", None):
+        return {"chat": place, "evaluation": evaluation | {"chat": place}}
+    return {kind if name == "text" else name: value for name, value in data.items()}
+
+
 class _Maker:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -75,6 +83,8 @@ class _Maker:
 
     def _spec(self) -> Document:
         spec: Document = {"model": self._model(), "data": self._data(), "training": self._training()}
+        if "source" in spec["model"] and "text" in spec["data"]:
+            spec["data"] = as_other_data(spec["data"], "chat" if len(str(spec)) % 2 else "tokens")
         if self._often(OFTEN) or self.nodes * self.devices > 1:
             spec["parallelism"] = self._parallelism()
         for name, make in (
@@ -149,7 +159,7 @@ class _Maker:
         kinds: tuple[Document, ...] = ({"builtin": "PythonStdlib"}, {"text": place})
         if self._often(RARELY):
             hugging_face = {"name": "wikitext", "subset": "raw", "split": "train", "textField": "text"}
-            kinds = ({"tokens": place}, {"huggingFace": hugging_face}, {"entrypoint": "mine:data"})
+            kinds = ({"text": place}, {"huggingFace": hugging_face}, {"entrypoint": "mine:data"})
         data: Document = dict(self._one_of(*kinds))
         if self._often(SOMETIMES):
             data["evaluation"] = {}

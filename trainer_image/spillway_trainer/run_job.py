@@ -98,6 +98,7 @@ def run_ranks(
     built_in_bytes = peak_of_building(Path(job.corpus_directory), room, is_new=builds_corpus)
     batches = make_batches(job, corpus, model.objective)
     if ranks.world.is_first:
+        say(recorder, batches.cut)
         say(recorder, batches.evaluated)
     ranks.agree("tokens and their order", batches.fingerprint)
     check_device(device, model, config.hyperparameters(job.spec, model))
@@ -413,16 +414,18 @@ def make_batches(job: JobFile, corpus: Corpus, objective: TrainingObjective) -> 
 def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRecipe:
     """A model to start from brings its tokenizer with it; for every other one a tokenizer is trained on the text."""
     source = job.spec.model.source
+    if job.spec.data.chat is not None and objective is not TrainingObjective.CAUSAL:
+        raise UserError("spec.data.chat: needs a model that predicts each token from those before it, such as llama")
     if source is not None:
         return TokenizerRecipe(model_directory=source_directory(source, job.claims))
     return TokenizerRecipe(has_mask=objective is TrainingObjective.MASKED)
 
 
 def sources_of(job: JobFile) -> list[TextSource]:
-    """The text to train on, as this process sees it, and that of spec.data.evaluation, where it has one."""
+    """The text or chats to train on, as this process sees it, and that of spec.data.evaluation, where it has one."""
     data, places = job.spec.data, {f"spec.{field}": place for field, place in job.spec.texts.items()}
-    if data.builtin is None and data.text is None:
-        raise UserError("spec.data: only text and builtin can be trained on so far")
+    if data.hugging_face is not None or data.entrypoint is not None:
+        raise UserError("spec.data: only text, chat, tokens and builtin can be trained on so far")
     found = [text_source(directory_of(place, job.claims, field), field) for field, place in places.items()]
     return found if data.builtin is None else [python_stdlib(), *found]
 

@@ -32,6 +32,7 @@ from spillway.api.field_types import (
     quoted,
 )
 from spillway.api.limits import (
+    CHAT_NEEDS_SOURCE,
     GROUP,
     MANAGER,
     MAX_ENV_BYTES,
@@ -42,6 +43,7 @@ from spillway.api.limits import (
     RESERVED_KEYS,
     RESERVED_PREFIXES,
     RESERVED_VARIABLES,
+    TOKENS_NEED_SOURCE,
     VERSION,
 )
 from spillway.api.memory import Parallelism
@@ -173,6 +175,12 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
     (f"{_SIZES}.architecture == 'bert' && self.model.config.vocabSize < {MIN_TEXT_VOCABULARY + 1}",
      ".model.config.vocabSize",
      f"at least {MIN_TEXT_VOCABULARY + 1} for text: a token for every byte, the end of text, and the mask"),
+    ("has(self.data.chat) && !has(self.model.source)", ".data.chat", CHAT_NEEDS_SOURCE),
+    ("has(self.data.tokens) && !has(self.model.source)", ".data.tokens", TOKENS_NEED_SOURCE),
+    ("has(self.data.evaluation) && has(self.data.evaluation.chat) && !has(self.data.chat)", ".data.evaluation.chat",
+     "belongs to data.chat; use evaluation.text or fraction"),
+    ("has(self.data.evaluation) && has(self.data.evaluation.text) && has(self.data.chat)", ".data.evaluation.text",
+     "chats are evaluated on chats; use evaluation.chat or fraction"),
     (f"{_DISABLED} && !({_ADVANCED}.optimizer.placement in ['Auto', 'Device'])",
      ".memory.advanced.optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device"),
     (f"{_DISABLED} && !({_ADVANCED}.optimizer.overlap in ['Auto', 'None'])",
@@ -312,16 +320,23 @@ JOB_RULES: dict[str, list[Schema]] = {
     ],
     "spec.model.source": _LOCATION,
     "spec.model.source.subPath": _SUB_PATH,
-    "spec.data": [_immutable("data", Data), _one_of("text", "tokens", "huggingFace", "entrypoint", "builtin")],
+    "spec.data": [_immutable("data", Data), _one_of("text", "chat", "tokens", "huggingFace", "entrypoint", "builtin")],
     "spec.data.text": _LOCATION,
     "spec.data.text.subPath": _SUB_PATH,
+    "spec.data.chat": _LOCATION,
+    "spec.data.chat.subPath": _SUB_PATH,
     "spec.data.tokens": _LOCATION,
     "spec.data.tokens.subPath": _SUB_PATH,
     "spec.data.evaluation": [
-        _rule("!has(self.text) || !has(self.fraction)", "exactly one of text, fraction is needed; found both")
+        _rule(
+            "[has(self.text), has(self.chat), has(self.fraction)].filter(given, given).size() <= 1",
+            "at most one of text, chat, fraction is allowed",
+        )
     ],
     "spec.data.evaluation.text": _LOCATION,
     "spec.data.evaluation.text.subPath": _SUB_PATH,
+    "spec.data.evaluation.chat": _LOCATION,
+    "spec.data.evaluation.chat.subPath": _SUB_PATH,
     "spec.checkpoint.subPath": _SUB_PATH,
     "spec.training": [
         _immutable("training", Training),

@@ -10,6 +10,8 @@ MANAGER = "spillway.dev/operator"
 """spec.managedBy of jobs that Spillway manages."""
 MIN_TEXT_VOCABULARY = 257
 """Tokens of a byte-level tokenizer: every byte, and the end of text."""
+CHAT_NEEDS_SOURCE = "needs model.source: a model whose directory has a tokenizer and its chat template"
+TOKENS_NEED_SOURCE = "needs model.source: a model whose directory has the tokenizer that made the tokens"
 MAX_NAME_LENGTH = 52
 """Pod host names, <name>-<attempt>-<index>, must fit 63 characters."""
 MAX_RANKS = 1024

@@ -194,7 +194,7 @@ def num_corpora(specs: Sequence[TrainingJobSpec]) -> int:
 def _corpus_of(spec: TrainingJobSpec) -> object:
     """What a corpus is made from: equal specs share one."""
     model = spec.model
-    data = spec.data.model_dump(mode="json", exclude={"evaluation"}), spec.texts.get("data.evaluation.text")
+    data = spec.data.model_dump(mode="json", exclude={"evaluation"}), sorted(map(repr, spec.texts.items()))
     tokenizer: object = model.source or model.entrypoint
     if model.config is not None:
         tokenizer = (model.config.vocab_size, model.config.architecture == "bert")

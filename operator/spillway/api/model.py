@@ -200,18 +200,24 @@ class HuggingFaceData(Fields):
 
 
 class Evaluation(Fields):
-    """Loss on text that is never trained on: a part of the text that is held out, or a text of its own."""
+    """Loss on data that is never trained on: a part of the data that is held out, or text or chats of their own."""
 
     text: Location | None = Field(
         default=None,
         exclude_if=lambda given: given is None,  # and so on: job.json as every version before knows it
         description="Text files to evaluate on, with the tokenizer of data.text. Default: none.",
     )
+    chat: Location | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,
+        description="Chats to evaluate on, in the forms of data.chat; only with it. Default: none.",
+    )
     fraction: Annotated[Number, Field(gt=0.0, le=0.5)] | None = Field(
-        default_factory=lambda given: None if given.get("text") else 0.01,  # an API server would add a static one
+        # An API server would add a static one.
+        default_factory=lambda given: None if given.get("text") or given.get("chat") else 0.01,
         description=(
             "Share of the sequences held out for evaluation, rounded up: consecutive stretches at random "
-            "positions. Not together with text. Default: 0.01 without text."
+            "positions. Not together with text or chat. Default: 0.01 without them."
         ),
     )
     sequences: Count = Field(
@@ -233,18 +239,28 @@ class Evaluation(Fields):
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
-        refuse(exactly_one(self, ("text", "fraction")))
+        refuse(exactly_one(self, ("text", "chat", "fraction")))
         return self
 
 
 class Data(Fields):
-    """What it is trained on: exactly one of text, tokens, huggingFace, entrypoint, builtin."""
+    """What it is trained on: exactly one of text, chat, tokens, huggingFace, entrypoint, builtin."""
 
     text: Location | None = Field(
         default=None,
         description="Text files; a tokenizer of the model's vocabulary is trained on them, or model.source has one.",
     )
-    tokens: Location | None = Field(default=None, description="Not supported yet: packed token shards.")
+    chat: Location | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,
+        description="A .jsonl file, or a directory of them: on each line messages, or prompt and completion "
+        "(docs/data.md). Needs model.source, whose chat template is used. The loss counts responses only.",
+    )
+    tokens: Location | None = Field(
+        default=None,
+        description="Tokens in the format of Megatron-LM: an .idx file with its .bin, or a directory of them. Needs "
+        "model.source, which has their tokenizer.",
+    )
     hugging_face: HuggingFaceData | None = Field(default=None, description="Not supported yet: a `datasets` data set.")
     entrypoint: Name | None = Field(default=None, description="Not supported yet: package.module:function.")
     builtin: Literal["PythonStdlib"] | None = Field(
@@ -254,5 +270,10 @@ class Data(Fields):
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
-        refuse(exactly_one(self, ("text", "tokens", "hugging_face", "entrypoint", "builtin")))
+        problems = exactly_one(self, ("text", "chat", "tokens", "hugging_face", "entrypoint", "builtin"))
+        if self.evaluation is not None and self.chat is None and self.evaluation.chat is not None:
+            problems.append(("evaluation.chat", "belongs to data.chat; use evaluation.text or fraction"))
+        if self.evaluation is not None and self.chat is not None and self.evaluation.text is not None:
+            problems.append(("evaluation.text", "chats are evaluated on chats; use evaluation.chat or fraction"))
+        refuse(problems)
         return self

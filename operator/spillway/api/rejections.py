@@ -13,9 +13,9 @@ from spillway.api.pod import Checkpoint
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem
 
-_TEXT_INSTEAD = "does not work in a run yet; use data.text or data.builtin"
+_TEXT_INSTEAD = "does not work in a run yet; use data.text, data.chat, data.tokens or data.builtin"
 NOT_YET = {
-    **dict.fromkeys(("data.tokens", "data.huggingFace", "data.entrypoint"), _TEXT_INSTEAD),
+    **dict.fromkeys(("data.huggingFace", "data.entrypoint"), _TEXT_INSTEAD),
     "checkpoint.from": "does not work in a run yet; leave it out",
     "checkpoint.resume": "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start",
     "command": "does not work yet; describe the run in model, data and training",
@@ -84,8 +84,9 @@ def _given(job: TrainingJob, path: str) -> str:
 _CLUSTER_ONLY = (
     "parallelism.nodes", "parallelism.devicesPerNode", "parallelism.strategy", "model.precision.gradientReduce",
     "memory.advanced.activations.hostReserve", "spill.storageClassName", "spill.numVolumes",
-    "checkpoint.subPath", "model.source.fetch.secretName", "data.text.fetch.secretName",
-    "data.evaluation.text.fetch.secretName", "pod", "scheduling", "lifecycle.activeDeadlineSeconds",
+    "checkpoint.subPath", "model.source.fetch.secretName", "data.text.fetch.secretName", "data.chat.fetch.secretName",
+    "data.tokens.fetch.secretName", "data.evaluation.text.fetch.secretName", "data.evaluation.chat.fetch.secretName",
+    "pod", "scheduling", "lifecycle.activeDeadlineSeconds",
     "lifecycle.pendingDeadlineSeconds", "lifecycle.stallSeconds", "lifecycle.ttlSecondsAfterFinished", "managedBy",
     "suspend",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from spillway.api.field_types import LIST_BY_NAME, MAX_MEMBERS, Fields, Flag, Name, StringMap, refuse
-from spillway.api.limits import MANAGER, MAX_ENV_BYTES, MAX_NAME_LENGTH
+from spillway.api.limits import CHAT_NEEDS_SOURCE, MANAGER, MAX_ENV_BYTES, MAX_NAME_LENGTH, TOKENS_NEED_SOURCE
 from spillway.api.memory import Memory, Parallelism, Spill
 from spillway.api.model import Data, Location, Model
 from spillway.api.pod import FIXED_WITHOUT_PLAN, Checkpoint, Lifecycle, Member, Objective, Pod, Scheduling
@@ -50,9 +50,10 @@ class TrainingJobSpec(Fields):
 
     @property
     def texts(self) -> dict[str, Location]:
-        """Where the text is that is trained and evaluated on, by field below spec."""
-        evaluation = self.data.evaluation
-        places = {"data.text": self.data.text, "data.evaluation.text": evaluation.text if evaluation else None}
+        """Where the text or the chats are that are trained and evaluated on, by field below spec."""
+        places = {"data.text": self.data.text, "data.chat": self.data.chat, "data.tokens": self.data.tokens}
+        if evaluation := self.data.evaluation:
+            places |= {"data.evaluation.text": evaluation.text, "data.evaluation.chat": evaluation.chat}
         return {field: place for field, place in places.items() if place is not None}
 
     @property
@@ -83,6 +84,10 @@ class TrainingJobSpec(Fields):
             problems.append(
                 ("pod.env", f"the values have {size} characters; at most {MAX_ENV_BYTES}: refer to a Secret")
             )
+        if self.data.chat is not None and self.model.source is None:
+            problems.append(("data.chat", CHAT_NEEDS_SOURCE))
+        if self.data.tokens is not None and self.model.source is None:
+            problems.append(("data.tokens", TOKENS_NEED_SOURCE))
         is_float16, strategy = self.model.precision.compute == "float16", self.parallelism.strategy
         if is_float16 and strategy not in ("Auto", "Ddp"):
             needed = f"needs loss scaling, which {strategy} does not have; use Ddp, or bfloat16"

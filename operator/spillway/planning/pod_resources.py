@@ -255,7 +255,7 @@ def _emptydir_bytes(spec: TrainingJobSpec, sizes: Mapping[str, int], text_bytes:
 
 def corpus_bytes(spec: TrainingJobSpec, text_bytes: int | None) -> int:
     """Token shards and tokenizer, at most. `text_bytes`: of the text to train on."""
-    evaluation = CORPUS_FALLBACK_BYTES * ("data.evaluation.text" in spec.texts)
+    evaluation = CORPUS_FALLBACK_BYTES * any(field.startswith("data.evaluation.") for field in spec.texts)
     if spec.data.builtin is not None:
         return BUILTIN_CORPUS_BYTES + evaluation
     return evaluation + (CORPUS_FALLBACK_BYTES if text_bytes is None else BYTES_PER_TEXT_BYTE * text_bytes)

@@ -499,6 +499,8 @@ def _volumes(files: AttemptFiles, resources: PodResources, facts: OperatorFacts)
 
 _READ_VOLUMES = {
     "spec.data.text.claim": "text", "spec.data.evaluation.text.claim": "evaluation-text",
+    "spec.data.chat.claim": "chat", "spec.data.evaluation.chat.claim": "evaluation-chat",
+    "spec.data.tokens.claim": "tokens",
     "spec.model.source.claim": "model",
 }  # fmt: skip
 """Field that names a claim -> name of its volume."""

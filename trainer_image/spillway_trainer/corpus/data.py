@@ -8,6 +8,8 @@ What of window w, tokens wT and on, is a label:
     causal   each token but the first, T of T + 1: the label of the one before it
     masked   MASKED_FRACTION of T tokens, drawn from (seed, sample): they are hidden, most of them by the mask
     prefix   the tokens behind the first prefix_length(T), T in all: the model's encoder reads the first ones
+
+Of chats a window is one document from its beginning, and the labels are those of its responses (corpus/chat.py).
 """
 
 from __future__ import annotations
@@ -82,21 +84,62 @@ class Windows:
 
     def batch(self, windows: Sequence[tuple[int, int]]) -> Batch:
         """`windows`: number of each, and the key of what is drawn for it."""
-        T, index = self._sequence_length, self._corpus.index
-        tokens_BT = torch.full((len(windows), T), index.end_of_text, dtype=torch.int64)
-        labels_BT = torch.full((len(windows), T), IGNORED_LABEL, dtype=torch.int64)
+        shape = len(windows), self._sequence_length
+        tokens_BT = torch.full(shape, self._corpus.index.end_of_text, dtype=torch.int64)
+        labels_BT = torch.full(shape, IGNORED_LABEL, dtype=torch.int64)
         for row, (window, key) in enumerate(windows):
-            tokens = self._corpus.tokens(window * T, (window + 1) * T + (self._objective is TrainingObjective.CAUSAL))
-            if self._objective is TrainingObjective.CAUSAL:
-                tokens, labels = tokens[:-1], tokens[1:]
-            elif self._objective is TrainingObjective.PREFIX:
-                labels = np.where(np.arange(len(tokens)) < prefix_length(T), IGNORED_LABEL, tokens)
-            else:
-                assert index.mask is not None
-                tokens, labels = masked(tokens, key, index.mask, index.vocab_size)
+            tokens, labels = self._tokens_and_labels(window, key)
             tokens_BT[row, : len(tokens)] = torch.from_numpy(tokens)
             labels_BT[row, : len(labels)] = torch.from_numpy(labels)
         return Batch(tokens_BT, labels_BT, sum(self.num_labels(window) for window, _ in windows))
+
+    def _tokens_and_labels(self, window: int, key: int) -> tuple[Array, Array]:
+        T, index = self._sequence_length, self._corpus.index
+        tokens = self._corpus.tokens(window * T, (window + 1) * T + (self._objective is TrainingObjective.CAUSAL))
+        if self._objective is TrainingObjective.CAUSAL:
+            return tokens[:-1], tokens[1:]
+        if self._objective is TrainingObjective.PREFIX:
+            return tokens, np.where(np.arange(len(tokens)) < prefix_length(T), IGNORED_LABEL, tokens)
+        assert index.mask is not None
+        return masked(tokens, key, index.mask, index.vocab_size)
+
+
+class Chats(Windows):
+    """The documents of a corpus of chats, a window each: the first T + 1 tokens, and padding. One that has no label
+    among them is left out."""
+
+    def __init__(self, corpus: Corpus, sequence_length: int) -> None:
+        super().__init__(corpus, sequence_length, TrainingObjective.CAUSAL)
+        stops, first_labels = corpus.documents.T
+        self._stops, self._kept = stops, np.flatnonzero(first_labels <= sequence_length)
+        self.num = len(self._kept)
+        num_cut = int(np.count_nonzero(np.diff(stops, prepend=0) > sequence_length + 1))
+        left_out = f"; {len(stops) - self.num} have no response within it and are left out"
+        self.cut = (
+            f"chats: {num_cut} of {len(stops)} are longer than sequenceLength {sequence_length} and are cut"
+            f"{left_out if self.num < len(stops) else ''}"
+        ) * (num_cut > 0)
+        """For people; empty where all are whole."""
+
+    def num_labels(self, window: int) -> int:
+        start, stop = self._place(window)
+        return int(self._corpus.is_label(start + 1, stop).sum())
+
+    def _tokens_and_labels(self, window: int, key: int) -> tuple[Array, Array]:
+        start, stop = self._place(window)
+        tokens = self._corpus.tokens(start, stop)
+        return tokens[:-1], np.where(self._corpus.is_label(start + 1, stop), tokens[1:], IGNORED_LABEL)
+
+    def _place(self, window: int) -> tuple[int, int]:
+        document = self._kept[window]
+        start = int(self._stops[document - 1]) if document else 0
+        return start, min(int(self._stops[document]), start + self._sequence_length + 1)
+
+
+def windows_of(corpus: Corpus, sequence_length: int, objective: TrainingObjective) -> Windows:
+    if corpus.index.documents is None:
+        return Windows(corpus, sequence_length, objective)
+    return Chats(corpus, sequence_length)
 
 
 class Split:
@@ -143,9 +186,18 @@ class TokenBatches:
                 f"{corpus.tokenizer_path}: has no mask token, which a model that learns from hidden tokens needs; "
                 "use another output directory, or a source whose tokenizer has one"
             )
-        self._windows = Windows(corpus, sequence_length, objective)
+        self._windows = windows_of(corpus, sequence_length, objective)
+        self.cut = self._windows.cut if isinstance(self._windows, Chats) else ""
+        """For people: how many chats are cut."""
         num_held_out = math.ceil(self._windows.num * Fraction(repr(fraction)))
-        if num_tokens <= sequence_length or self._windows.num <= num_held_out:
+        if isinstance(self._windows, Chats):
+            if self._windows.num <= num_held_out:
+                raise UserError(
+                    f"{corpus.directory}: {self._windows.num} of {corpus.index.num_documents} chats have a response "
+                    f"within training.sequenceLength {sequence_length}, and data.evaluation.fraction {fraction} holds "
+                    f"out {num_held_out}; give more chats or a longer sequence"
+                )
+        elif num_tokens <= sequence_length or self._windows.num <= num_held_out:
             needed = sequence_length * (2 if fraction else 1) + 1
             raise UserError(
                 f"{corpus.directory}: the corpus has {num_tokens} tokens, and training.sequenceLength "
@@ -160,10 +212,11 @@ class TokenBatches:
         held_out: object = (fraction, self._draw) if fraction else 0.0
         self._held_out_window: Callable[[int], int] = self._split.held_out
         if corpus.evaluation is not None:
-            self._evaluated, self._held_out_window = Windows(corpus.evaluation, sequence_length, objective), int
+            self._evaluated, self._held_out_window = windows_of(corpus.evaluation, sequence_length, objective), int
             num_held_out, held_out = self._evaluated.num, corpus.evaluation.fingerprint
             if not num_held_out:
-                raise UserError("spec.data.evaluation.text: has no token to predict; give more text")
+                kind = "text" if corpus.index.documents is None else "chat"
+                raise UserError(f"spec.data.evaluation.{kind}: has no token to predict; give more {kind}")
         self.num_held_out = num_held_out
         self.num_evaluated = min(self._asked or num_held_out, num_held_out)
         """Sequences of an evaluation."""

@@ -1,4 +1,4 @@
-"""Text sources: a file, a directory, or Python's standard library. Torch-free."""
+"""Sources of text and of chats: a file, a directory, or Python's standard library. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ TEXT_SUFFIXES = (
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".go", ".rs", ".java", ".js", ".ts", ".sh"),
 )
 """Files of a directory that count as text; a single file given by name may have any suffix."""
+KINDS = {
+    "text": ("text files", TEXT_SUFFIXES),
+    "chat": (".jsonl files of chats", (".jsonl",)),
+    "tokens": (".idx files of Megatron-LM", (".bin", ".idx")),
+}
+"""Of spec.data: what is in the files of a directory, and how they are named."""
 PIECE_CHARACTERS = 2**20
 """A long document is read and encoded in pieces of about this size, cut at line ends."""
 
@@ -69,6 +75,11 @@ class TextSource:
     """Relative to `root`, sorted."""
 
     @property
+    def kind(self) -> str:
+        """text, chat, tokens or builtin, as the field of spec.data."""
+        return self.option[0].removeprefix("--")
+
+    @property
     def nbytes(self) -> int:
         return sum((self.root / name).stat().st_size for name in self.files)
 
@@ -89,6 +100,14 @@ class TextSource:
                 yield piece
             tally.undecodable += undecodable
 
+    def lines(self) -> Iterator[tuple[str, bytes]]:
+        """All lines that are not blank, each with its place, for messages."""
+        for name in self.files:
+            with (self.root / name).open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield f"{self.root / name}:{number}", line
+
     def stat_fingerprint(self) -> str:
         """xxh3-128 over names, sizes and times of modification: equal means unchanged, without reading."""
         return self._fingerprint(lambda path: f"{path.stat().st_size} {path.stat().st_mtime_ns}")
@@ -105,21 +124,28 @@ class TextSource:
 
 
 def text_source(path: Path, field: str = "spec.data.text") -> TextSource:
-    """One text file, or all text files under a directory. Raises UserError, of `field`, when there is nothing to
-    read."""
+    """One file, or all files under a directory, of the kind that `field` is for. Raises UserError, of `field`, when
+    there is nothing to read."""
+    kind = field.rpartition(".")[2]
+    what, suffixes = KINDS[kind]
     if not path.exists():
-        raise UserError(f"{field}: {path} does not exist; give a text file or a directory of text files")
+        raise UserError(f"{field}: {path} does not exist; give a file, or a directory of {what}")
     if path.is_file():
-        root, files = path.resolve().parent, [path.resolve().name]
+        whole = path.resolve()
+        root, files = whole.parent, [whole.name]
+        if kind == "tokens":
+            files = [whole.with_suffix(suffix).name for suffix in suffixes]
+            if absent := next((name for name in files if not (root / name).is_file()), None):
+                raise UserError(f"{field}: {path} has no {root / absent} next to it; both are needed")
     else:
         root = path.resolve()
-        files = [name for name in _walk(root, frozenset()) if Path(name).suffix in TEXT_SUFFIXES]
-    source = TextSource(str(path), ("--text", str(path)), root, tuple(files))
+        files = [name for name in _walk(root, frozenset()) if Path(name).suffix in suffixes]
+    source = TextSource(str(path), (f"--{kind}", str(path)), root, tuple(files))
     if source.nbytes == 0:
         if path.is_file():
             raise UserError(f"{field}: {path} is empty; give a file with text in it")
         found = "all of them are empty" if files else "there is none"
-        raise UserError(f"{field}: looked in {path} for files named *{' *'.join(TEXT_SUFFIXES)}: {found}")
+        raise UserError(f"{field}: looked in {path} for files named *{' *'.join(suffixes)}: {found}")
     return source
 
 

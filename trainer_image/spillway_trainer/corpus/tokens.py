@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import math
 import os
 import secrets
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,9 @@ from spillway.units import MIB, format_bytes, format_count
 
 from ..checkpoints.durable_files import DurableFiles, FileEntry, describe_file
 from ..checkpoints.sealed_json import Unsealed, seal, unseal
-from .text_source import PYTHON_STDLIB, Tally, TextPiece, TextSource, python_stdlib, text_source
+from .chat import ChatEncoder, ChatTemplate, named_tokens, tokenizer_config
+from .megatron import megatron_tokens
+from .text_source import KINDS, PYTHON_STDLIB, Tally, TextPiece, TextSource, python_stdlib, text_source
 
 END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
 END_OF_TEXT_ID = 0
@@ -46,6 +47,8 @@ SAMPLE_BYTES = 32 * MIB
 SHARD_TOKENS = 16 * 2**20
 UINT16_VOCAB_SIZE = 2**16
 INDEX_VERSION = 1
+CHAT_INDEX_VERSION = 2
+"""With masks and documents."""
 
 SAY_SECONDS = 5.0
 """Seconds between two lines of progress."""
@@ -100,21 +103,41 @@ class CorpusIndex:
     content_xxh3: str
     mask: int | None = None
     """Token that hides another one; None: the tokenizer has none."""
+    masks: tuple[FileEntry, ...] = ()
+    """Of chats, for each shard: a bit a token, set where it is a label."""
+    documents: FileEntry | None = None
+    """Of chats, two little-endian int64 a document: its end in the corpus, and the number of its first label."""
+    chat_xxh3: str = ""
+    """Of chats: ChatTemplate.fingerprint."""
 
     def to_bytes(self) -> bytes:
-        return seal({"version": INDEX_VERSION, **asdict(self)})
+        fields = {"version": CHAT_INDEX_VERSION if self.documents else INDEX_VERSION, **asdict(self)}
+        if self.documents is None:
+            fields = {name: value for name, value in fields.items() if name not in _OF_CHATS}
+        return seal(fields)
 
     @staticmethod
     def from_bytes(content: bytes) -> CorpusIndex:
         """Raises Unsealed when a byte differs from what was written, or when another version wrote it."""
         fields = unseal(content)
-        if fields.pop("version") != INDEX_VERSION:
+        if fields.pop("version") not in (INDEX_VERSION, CHAT_INDEX_VERSION):
             raise Unsealed("the index of another version of spillway")
-        return CorpusIndex(**{**fields, "shards": tuple(FileEntry(**entry) for entry in fields["shards"])})
+        for name in ("shards", "masks"):
+            fields[name] = tuple(FileEntry(**entry) for entry in fields.get(name, ()))
+        documents = fields.pop("documents", None)
+        return CorpusIndex(**fields, documents=FileEntry(**documents) if documents else None)
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        """All but the tokenizer."""
+        return (*self.shards, *self.masks, *((self.documents,) if self.documents else ()))
+
+
+_OF_CHATS = ("masks", "documents", "chat_xxh3")
 
 
 class Corpus:
-    """Packed tokens, memory-mapped. Documents follow one another, each ended by `index.end_of_text`."""
+    """Packed tokens, memory-mapped. Documents follow one another, each of text ended by `index.end_of_text`."""
 
     def __init__(self, directory: Path, index: CorpusIndex) -> None:
         self.directory = directory
@@ -124,13 +147,16 @@ class Corpus:
         self._shards: list[npt.NDArray[Any]] = [
             np.memmap(directory / entry.name, dtype=index.dtype, mode="r") for entry in index.shards
         ]
+        self._masks: list[npt.NDArray[np.uint8]] = [
+            np.memmap(directory / entry.name, dtype=np.uint8, mode="r") for entry in index.masks
+        ]
         self._unread = {*range(len(self._shards))}
         """Shards whose bytes have not been compared with the index yet."""
 
     @property
     def fingerprint(self) -> str:
-        """xxh3-128 over the hashes of all shards: equal means the same tokens."""
-        return xxhash.xxh3_128_hexdigest(" ".join(entry.xxh3_128 for entry in self.index.shards).encode())
+        """xxh3-128 over the hashes of all shards: equal means the same tokens, documents and labels."""
+        return xxhash.xxh3_128_hexdigest(" ".join(entry.xxh3_128 for entry in self.index.files).encode())
 
     @property
     def tokenizer_path(self) -> Path:
@@ -143,22 +169,43 @@ class Corpus:
         numbers = {"eos_token": self.index.end_of_text, "mask_token": self.index.mask}
         return {name: str(tokenizer.id_to_token(number)) for name, number in numbers.items() if number is not None}
 
+    @property
+    def documents(self) -> npt.NDArray[np.int64]:
+        """Of chats, a row a document: its end in the corpus, and the number of its first label."""
+        assert self.index.documents is not None
+        made = np.memmap(self.directory / self.index.documents.name, dtype="<i8", mode="r")
+        return made.reshape(-1, 2)
+
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens start .. stop-1 of the corpus as a new array; stop is limited to the end of the corpus.
 
         A shard is hashed before its first use: all of them at the start would keep a large corpus waiting. Raises
         UserError when one is not as it was built.
         """
-        parts = []
-        stop = min(stop, self.index.num_tokens)
-        while start < stop:
-            shard, offset = divmod(start, self.index.shard_tokens)
-            if shard in self._unread:
-                _check_file(self.directory, self.index.shards[shard])
-                self._unread.remove(shard)
-            parts.append(self._shards[shard][offset : offset + stop - start])
-            start += len(parts[-1])
+        parts = [self._shards[shard][first:last] for shard, first, last in self._checked_shards(start, stop)]
         return np.concatenate(parts).astype(np.int64)
+
+    def is_label(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Of chats: for each of tokens start .. stop-1 whether the loss counts it. Like `tokens`."""
+        parts = [
+            np.unpackbits(self._masks[shard][first // 8 : -(-last // 8)])[first % 8 :][: last - first]
+            for shard, first, last in self._checked_shards(start, stop)
+        ]
+        return np.concatenate([np.empty(0, np.uint8), *parts]).astype(np.bool_)
+
+    def _checked_shards(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Each shard with some of tokens start .. stop-1, and which of its own tokens they are."""
+        stop, size = min(stop, self.index.num_tokens), self.index.shard_tokens
+        while start < stop:
+            shard, first = divmod(start, size)
+            if shard in self._unread:
+                for entries in (self.index.shards, self.index.masks):
+                    if entries:
+                        _check_file(self.directory, entries[shard])
+                self._unread.remove(shard)
+            last = min(size, first + stop - start)
+            yield shard, first, last
+            start += last - first
 
 
 def prepare_corpus(
@@ -176,7 +223,7 @@ def prepare_corpus(
     """
     if not has_corpus(directory):
         _build_in_child(source, directory, vocab_size, report, recipe)
-    corpus = open_corpus(directory, source, vocab_size)
+    corpus = open_corpus(directory, source, vocab_size, recipe)
     if evaluation is not None:
         same = TokenizerRecipe(model_directory=recipe.model_directory or directory)
         corpus.evaluation = prepare_corpus(evaluation, directory / "evaluation", vocab_size, report, same)
@@ -190,7 +237,7 @@ def has_corpus(directory: Path) -> bool:
     return directory.exists() and any(directory.iterdir())
 
 
-def open_corpus(directory: Path, source: TextSource, vocab_size: int) -> Corpus:
+def open_corpus(directory: Path, source: TextSource, vocab_size: int, recipe: TokenizerRecipe = TRAINED) -> Corpus:
     """Open a corpus that was built before. Raises UserError unless it is intact and of this source and model."""
     try:
         index = CorpusIndex.from_bytes((directory / "index.json").read_bytes())
@@ -210,7 +257,22 @@ def open_corpus(directory: Path, source: TextSource, vocab_size: int) -> Corpus:
             f"{directory}: built from {index.source}; the text has changed: {source}; "
             "put the old text back, or use another output directory"
         )
+    if index.chat_xxh3 != _chat_fingerprint(source, recipe):
+        raise UserError(
+            f"{directory}: built as text, or with another chat template or tokenizer than those of "
+            f"{recipe.model_directory}; put the old ones back, or use another output directory"
+        )
     return Corpus(directory, index)
+
+
+def _chat_fingerprint(source: TextSource, recipe: TokenizerRecipe) -> str:
+    return ChatTemplate.of(_of_model(recipe)).fingerprint if source.kind == "chat" else ""
+
+
+def _of_model(recipe: TokenizerRecipe) -> Path:
+    if recipe.model_directory is None:
+        raise UserError("spec.data: chat and tokens need spec.model.source, which has the tokenizer")
+    return recipe.model_directory
 
 
 def build_corpus(
@@ -240,8 +302,16 @@ def build_corpus(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with files.temporary_directory(temporary):
+            if source.kind == "tokens":
+                _of_model(recipe)
             tokenizer = chosen_tokenizer(source, vocab_size, report, recipe)
-            _fill(source, temporary, tokenizer, report, files, shard_tokens)
+            if tokenizer.vocab_size > vocab_size:
+                raise UserError(
+                    f"{recipe.model_directory}/tokenizer.json: has {tokenizer.vocab_size} tokens, the model's "
+                    f"vocabSize is {vocab_size}; use the tokenizer that the model was trained with"
+                )
+            template = ChatTemplate.of(_of_model(recipe)) if source.kind == "chat" else None
+            _fill(source, temporary, tokenizer, template, report, files, shard_tokens)
             _move_into_place(temporary, directory, files)
     except OSError as error:
         if (directory / "index.json").exists():
@@ -271,23 +341,37 @@ def _fill(
     source: TextSource,
     directory: Path,
     chosen: ChosenTokenizer,
+    template: ChatTemplate | None,
     report: Callable[[str], None],
     files: DurableFiles,
     shard_tokens: int,
 ) -> None:
+    """`template`: of chats."""
     tokenizer_entry = files.write(directory / "tokenizer.json", [memoryview(chosen.file)])
     dtype = "<u2" if chosen.vocab_size <= UINT16_VOCAB_SIZE else "<u4"
     tally = Tally()
+    chat = ChatEncoder(template, chosen.file, chosen.end_of_text) if template else None
+    told = ProgressPrinter(report, "corpus: encoding", source.nbytes)
+    if chat:
+        encoded = chat.encoded(source, dtype, told.more)
+    elif source.kind == "tokens":
+        encoded = megatron_tokens(source, chosen.vocab_size, dtype, tally, told.more)
+    else:
+        encoded = _encoded(source, chosen, dtype, tally, told)
     shards: list[FileEntry] = []
+    masks: list[FileEntry] = []
     num_tokens = 0
-    for shard in _packed(_encoded(source, chosen, dtype, tally, report), shard_tokens):
+    for shard in _packed(encoded, shard_tokens):
         num_tokens += len(shard)
+        if chat:
+            masks.append(files.write(directory / f"mask-{len(masks):05d}.bin", [chat.take_mask(len(shard)).data]))
         shards.append(files.write(directory / f"tokens-{len(shards):05d}.bin", [shard.data]))
     if not num_tokens:
-        raise UserError(f"spec.data: {source} holds no text: {tally.sentence()}")
+        raise UserError(f"spec.data: {source} holds no {'chat' if chat else f'text: {tally.sentence()}'}")
+    documents = np.array(chat.documents, dtype="<i8") if chat else None
     index = CorpusIndex(
         num_tokens=num_tokens,
-        num_documents=tally.documents,
+        num_documents=tally.documents if documents is None else len(documents) // 2,
         vocab_size=chosen.vocab_size,
         end_of_text=chosen.end_of_text,
         dtype=dtype,
@@ -298,12 +382,15 @@ def _fill(
         stat_xxh3=source.stat_fingerprint(),
         content_xxh3=source.content_fingerprint(),
         mask=chosen.mask,
+        masks=tuple(masks),
+        documents=None if documents is None else files.write(directory / "documents.bin", [documents.data]),
+        chat_xxh3=template.fingerprint if template else "",
     )
     files.write(directory / "index.json", [memoryview(index.to_bytes())])
     files.sync_directory(directory)
     report(
-        f"corpus: {source} -> {tally.documents} documents, {format_count(num_tokens)} tokens, "
-        f"vocabulary of {index.vocab_size}"
+        f"corpus: {source} -> {index.num_documents} documents, {format_count(num_tokens)} tokens, "
+        f"{f'{format_count(chat.num_labels)} of them labels, ' if chat else ''}vocabulary of {index.vocab_size}"
     )
     if sentence := tally.sentence():
         report(f"corpus: {sentence}")
@@ -344,25 +431,13 @@ def given_tokenizer(directory: Path) -> ChosenTokenizer:
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    named = _named_tokens(directory / "tokenizer_config.json")
+    named = named_tokens(tokenizer_config(directory))
     ends = [named.get("eos_token"), named.get("sep_token"), END_OF_TEXT, "</s>", "[SEP]"]
     end_of_text = _first_known(tokenizer, ends)
     if end_of_text is None:
         raise UserError(f"{path}: no token ends a text; name one as eos_token in tokenizer_config.json")
     mask = _first_known(tokenizer, [named.get("mask_token"), MASK, "<mask>"])
     return ChosenTokenizer(tokenizer, text, end_of_text, mask)
-
-
-def _named_tokens(path: Path) -> dict[str, str]:
-    """name -> token of tokenizer_config.json, where a token is a string or an object with its "content"."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
-    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in fields.items()}
-    return {name: token for name, token in tokens.items() if isinstance(token, str)}
 
 
 def _first_known(tokenizer: Tokenizer, tokens: Sequence[str | None]) -> int | None:
@@ -420,8 +495,8 @@ class ProgressPrinter:
     _done: int = 0
     _said: float = -math.inf
 
-    def more(self, text: str) -> None:
-        """`text` is about to be done."""
+    def more(self, text: Sized) -> None:
+        """`text`, or bytes, is about to be done."""
         if self.clock() - self._said >= SAY_SECONDS:
             self._said = self.clock()
             done = min(self._done, self.num_bytes)
@@ -430,10 +505,9 @@ class ProgressPrinter:
 
 
 def _encoded(
-    source: TextSource, chosen: ChosenTokenizer, dtype: str, tally: Tally, report: Callable[[str], None]
+    source: TextSource, chosen: ChosenTokenizer, dtype: str, tally: Tally, told: ProgressPrinter
 ) -> Iterator[npt.NDArray[Any]]:
     """Tokens piece by piece, in order, an end of text after each document."""
-    told = ProgressPrinter(report, "corpus: encoding", source.nbytes)
     for batch in _batches(source, tally):
         for piece in batch:
             told.more(piece.text)
@@ -472,8 +546,8 @@ def _packed(arrays: Iterator[npt.NDArray[Any]], shard_tokens: int) -> Iterator[n
 
 
 def _check_files(directory: Path, index: CorpusIndex) -> None:
-    """Lengths of all shards, content of the tokenizer; what is in a shard is checked when it is read."""
-    for entry in index.shards:
+    """Lengths of all files, content of tokenizer and documents; what is in a shard is checked when it is read."""
+    for entry in index.files:
         path = directory / entry.name
         found = path.stat().st_size if path.exists() else None
         if found != entry.nbytes:
@@ -487,6 +561,8 @@ def _check_files(directory: Path, index: CorpusIndex) -> None:
             f"{path}: not the tokenizer that made the shards next to it; restore it, or remove the "
             "directory to build the corpus again"
         )
+    if index.documents:
+        _check_file(directory, index.documents)
 
 
 def _check_file(directory: Path, entry: FileEntry) -> None:
@@ -525,13 +601,15 @@ def _build_in_child(
 
 
 def main() -> int:
-    """`python -m spillway_trainer.corpus.tokens (--text PATH | --builtin PythonStdlib) [--tokenizer DIRECTORY | --mask]
-    DIRECTORY VOCAB_SIZE`."""
+    """`python -m spillway_trainer.corpus.tokens (--text PATH | --chat PATH | --tokens PATH | --builtin
+    PythonStdlib) [--tokenizer DIRECTORY | --mask] DIRECTORY VOCAB_SIZE`."""
     parser = argparse.ArgumentParser(
         prog="spillway_trainer.corpus.tokens", description="Build a corpus of packed tokens."
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--text", type=Path, help="a text file or a directory of text files")
+    which.add_argument("--chat", type=Path, help="a .jsonl file of chats or a directory of such files")
+    which.add_argument("--tokens", type=Path, help="an .idx file of Megatron-LM or a directory of such files")
     which.add_argument("--builtin", choices=[PYTHON_STDLIB], help="text that every trainer has")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--tokenizer", type=Path, help="a model directory whose tokenizer is used; default: train one")
@@ -540,7 +618,8 @@ def main() -> int:
     parser.add_argument("vocab_size", type=int)
     arguments = parser.parse_args()
     try:
-        source = text_source(arguments.text) if arguments.text else python_stdlib()
+        given = {f"spec.data.{kind}": getattr(arguments, kind) for kind in KINDS}
+        source = next((text_source(path, field) for field, path in given.items() if path), None) or python_stdlib()
         recipe = TokenizerRecipe(arguments.mask, arguments.tokenizer)
         build_corpus(source, arguments.directory, arguments.vocab_size, partial(print, flush=True), recipe)
     except UserError as error:

@@ -395,6 +395,7 @@ class Sweep:
         self.stop.at_once = True  # the build may take long, and there is nothing to save
         corpus = prepared_corpus(member.job, model, ONE_RANK, member.recorder)
         batches = make_batches(member.job, corpus, model.objective)
+        say(member.recorder, batches.cut)
         say(member.recorder, batches.evaluated)
         check_device(self.device, model, config.hyperparameters(member.job.spec, model))
         return Text(corpus, batches)

@@ -297,9 +297,14 @@ NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
     "spec.parallelism.nodes": ({"spec.members": [{"name": "a"}], "spec.parallelism.nodes": 2}, "a job of its own"),
     "spec.command": ({"spec.command": ["python", "x.py"]}, "model, data and training"),
     "spec.model.config.vocabSize": ({"spec.model.config.vocabSize": 256}, "at least 257"),
-    "spec.data.tokens": ({"spec.data": {"tokens": {"path": "/t"}}}, "use data.text or data.builtin"),
-    "spec.data.huggingFace": ({"spec.data": {"huggingFace": {"name": "x"}}}, "use data.text or data.builtin"),
-    "spec.data.entrypoint": ({"spec.data": {"entrypoint": "a:b"}}, "use data.text or data.builtin"),
+    "spec.data.huggingFace": (
+        {"spec.data": {"huggingFace": {"name": "x"}}},
+        "use data.text, data.chat, data.tokens or",
+    ),
+    "spec.data.entrypoint": (
+        {"spec.data": {"entrypoint": "a:b"}},
+        "use data.text, data.chat, data.tokens or",
+    ),
     "spec.checkpoint.from": ({"spec.checkpoint": {"from": "OwnOnly"}}, "leave it out"),
     "spec.checkpoint.resume": ({"spec.checkpoint": {"resume": "Never"}}, "a fresh --output"),
 }
@@ -378,7 +383,23 @@ def test_evaluation_without_new_fields_is_read_by_earlier_trainers() -> None:
 
 def test_evaluation_has_a_share_or_a_text_and_not_both() -> None:
     found = problems(evaluation(fraction="0.1", text={"path": "/e"}))
-    assert "exactly one of text, fraction is needed; found text and fraction" in found["spec.data.evaluation"].problem
+    assert "one of text, chat, fraction is needed; found text and fraction" in found["spec.data.evaluation"].problem
+
+
+CHAT = {"spec.model": {"source": {"path": "/m"}}, "spec.data": {"chat": {"claim": "c"}}}
+
+
+def test_chats_need_a_model_with_a_template_and_are_evaluated_on_chats() -> None:
+    held: dict[str, Any] = {"path": "/held"}
+    found = job({**CHAT, "spec.data": {"chat": {"claim": "c"}, "evaluation": {"chat": held}}}).spec
+    assert [*found.texts] == ["data.chat", "data.evaluation.chat"]
+    assert found.data.evaluation is not None and found.data.evaluation.fraction is None
+    assert "needs model.source" in problems({"spec.data": CHAT["spec.data"]})["spec.data.chat"].problem
+    assert "needs model.source" in problems({"spec.data": {"tokens": held}})["spec.data.tokens"].problem
+    text = problems({**CHAT, "spec.data": {"chat": held, "evaluation": {"text": held}}})
+    assert "use evaluation.chat or fraction" in text["spec.data.evaluation.text"].problem
+    chat = problems({"spec.data": {"text": held, "evaluation": {"chat": held}}})
+    assert "belongs to data.chat" in chat["spec.data.evaluation.chat"].problem
 
 
 def test_a_cluster_takes_gpus_and_every_strategy() -> None:

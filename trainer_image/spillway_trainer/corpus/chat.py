@@ -1,0 +1,301 @@
+"""Chat data: a line of JSON -> text, by the model's chat template -> tokens, and which of them are labels.
+
+    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
+    {"prompt": ..., "completion": ...}      two strings, or two lists of messages
+
+Labels are the tokens of the response, also those that only share a character with it. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from tokenizers import Encoding, Tokenizer
+
+from spillway.errors import UserError
+
+from ..checkpoints.durable_files import describe_file
+from .text_source import TextSource
+
+FORMS = '{"messages": [...]}, or {"prompt": ..., "completion": ...} with two strings or two lists of messages'
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_BATCH_CHARACTERS = 2**18
+"""Text encoded at once: with offsets, a token takes a hundred bytes."""
+_VERSION = 1
+"""Of what is made from a line."""
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """What a model's directory says of chats."""
+
+    directory: Path
+    texts: Mapping[str, str]
+    """Name -> Jinja: "default", perhaps "tool_use". Empty: the model has none."""
+    tokens: Mapping[str, str]
+    """bos_token and so on, as templates name them."""
+
+    @staticmethod
+    def of(directory: Path) -> ChatTemplate:
+        fields = tokenizer_config(directory)
+        given = fields.get("chat_template") or {}
+        try:
+            several = given if isinstance(given, str) else {one["name"]: one["template"] for one in given}
+            texts = {"default": several} if isinstance(several, str) else several
+            if (path := directory / "chat_template.jinja").exists():
+                texts |= {"default": path.read_text(encoding="utf-8")}
+        except (KeyError, TypeError, OSError, ValueError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise UserError(f"{directory}: its chat template cannot be read: {found}") from error
+        tokens = {name: token for name, token in named_tokens(fields).items() if name.endswith("_token")}
+        return ChatTemplate(directory, texts, tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """xxh3-128 of all that decides which tokens a line becomes, and which are labels."""
+        tokenizer = describe_file(self.directory / "tokenizer.json").xxh3_128
+        decides = [_VERSION, tokenizer, dict(self.texts), dict(self.tokens)]
+        return xxhash.xxh3_128_hexdigest(json.dumps(decides, sort_keys=True).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    text: str
+    responses: tuple[Span, ...]
+    """Characters start .. stop-1 of `text`."""
+    by_template: bool
+    """Whether the text spells all special tokens of the document; else they are added."""
+
+
+class Renderer:
+    """Lines to texts. Raises UserError without the place of the line, which the caller knows."""
+
+    def __init__(self, template: ChatTemplate, special_tokens: Sequence[str]) -> None:
+        self._template = template
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def rendered(self, line: bytes) -> Rendered:
+        try:
+            document = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"no JSON: {error}; needed is {FORMS}, one a line") from error
+        self._refuse_special(document)
+        match document:
+            case {"messages": list() as messages}:
+                return self._conversation(document, _checked(messages, "messages"))
+            case {"prompt": str() as prompt, "completion": str() as completion}:
+                # JSON can spell lone surrogates, which have no UTF-8.
+                text = (prompt + completion).encode(errors="replace").decode()
+                return Rendered(text, ((len(prompt), len(text)),), by_template=False)
+            case {"prompt": list() as prompt, "completion": list() as completion}:
+                asked, answered = _checked(prompt, "prompt"), _checked(completion, "completion")
+                text = self._render(document, [*asked, *answered])
+                before = self._render(document, asked, add_generation_prompt=True)
+                if not text.startswith(before):
+                    raise UserError(f"completion: {_no_prefix(before, text)}")
+                return Rendered(text, ((len(before), len(text)),), by_template=True)
+        found = ", ".join(document) if isinstance(document, dict) else type(document).__name__
+        raise UserError(f"needed is {FORMS}; found {found or 'no field'}")
+
+    def _conversation(self, document: Mapping[str, Any], messages: list[dict[str, Any]]) -> Rendered:
+        if _MARKERS.search(self._text_of(document)):
+            text, responses = self._render_marked(document, messages)
+        else:
+            text = self._render(document, messages)
+            turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+            responses = tuple(self._response(document, messages, number, text) for number in turns)
+        if not any(start < stop for start, stop in responses):
+            raise UserError("messages: no response of the assistant to learn from; leave the line out")
+        return Rendered(text, responses, by_template=True)
+
+    def _response(self, document: Mapping[str, Any], messages: list[dict[str, Any]], number: int, text: str) -> Span:
+        """What message `number` adds to the text of those before it and the prompt for a response."""
+        try:
+            before = self._render(document, messages[:number], add_generation_prompt=True)
+            after = text if number == len(messages) - 1 else self._render(document, messages[: number + 1])
+        except UserError as error:
+            raise UserError(
+                f"messages[{number}]: the template does not render the messages up to here alone, so the response "
+                f"is not found in the text ({error}); mark it in the template: {{% generation %}}"
+            ) from error
+        for part in (before, after):
+            if not text.startswith(part):
+                raise UserError(f"messages[{number}]: {_no_prefix(part, text)}")
+        return len(before), len(after)
+
+    def _render(self, document: Mapping[str, Any], messages: list[dict[str, Any]], **options: bool) -> str:
+        return self._render_marked(document, messages, **options)[0]
+
+    def _render_marked(
+        self, document: Mapping[str, Any], messages: list[dict[str, Any]], **options: bool
+    ) -> tuple[str, tuple[Span, ...]]:
+        """Text, and what lies between the template's marks of responses."""
+        from jinja2 import TemplateError  # noqa: PLC0415 - comes with the extra [hf]
+        from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415
+
+        template = self._text_of(document)
+        given = {**self._template.tokens, **(document.get("chat_template_kwargs") or {}), **options}
+        try:
+            made: Any = render_jinja_template(
+                conversations=[messages],
+                tools=document.get("tools"),
+                chat_template=template,
+                return_assistant_tokens_mask=_MARKERS.search(template) is not None,
+                **given,
+            )
+        except TemplateError as error:
+            raise UserError(f"rejected by the chat template of {self._template.directory}: {error}") from error
+        except Exception as error:  # a template runs operators of Python
+            raise UserError(
+                f"not rendered by the chat template of {self._template.directory}: {type(error).__name__}: {error}"
+            ) from error
+        (text,), spans = made
+        return text.encode(errors="replace").decode(), tuple(spans[0]) if spans else ()
+
+    def _text_of(self, document: Mapping[str, Any]) -> str:
+        texts = self._template.texts
+        found = (texts.get("tool_use") if document.get("tools") else None) or texts.get("default")
+        if found is None:
+            raise UserError(
+                f"messages need a chat template, and {self._template.directory} has none; put chat_template.jinja "
+                "there, or use a model that was trained on chats"
+            )
+        return found
+
+    def _refuse_special(self, document: object) -> None:
+        fields = document if isinstance(document, dict) else {}
+        for name in ("messages", "prompt", "completion", "tools"):
+            given = fields.get(name)
+            for number, part in enumerate(given) if isinstance(given, list) else [(None, given)]:
+                if found := next(filter(None, map(self._special.search, _strings(part))), None):
+                    where = name if number is None else f"{name}[{number}]"
+                    raise UserError(
+                        f"{where}: spells out {found[0]}, a special token, which only the template may write; "
+                        "take it out, or leave the line out"
+                    )
+
+
+def _checked(messages: list[Any], name: str) -> list[dict[str, Any]]:
+    """Without fields that are null, as `apply_chat_template` passes them."""
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f'{name}[{number}]: needed is {{"role": ..., "content": ...}}; found {str(message)[:60]}')
+    if not messages:
+        raise UserError(f"{name}: is empty; leave the line out")
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
+
+
+def _no_prefix(part: str, text: str) -> str:
+    same = next((at for at, (one, other) in enumerate(zip(part, text, strict=False)) if one != other), len(text))
+    return (
+        f"the template renders the messages up to here as {part[same : same + 40]!r}, and in the whole conversation "
+        f"as {text[same : same + 40]!r}, so the response is not found; mark it in the template: {{% generation %}}"
+    )
+
+
+class ChatEncoder:
+    """Lines to tokens, and which of them are labels."""
+
+    def __init__(self, template: ChatTemplate, tokenizer_json: bytes, end_of_text: int) -> None:
+        self._end_of_text = end_of_text
+        self._tokenizer = tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        probe = tokenizer.encode("a")
+        added = takewhile(lambda pair: pair[1], zip(probe.ids, probe.special_tokens_mask, strict=True))
+        self._leading = [number for number, _ in added]
+        """What the tokenizer puts before a text, such as <s>."""
+        tokenizer.post_processor = None  # it may cut white space from the offsets
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        self._renderer = Renderer(template, special)
+        self.documents = array("q")
+        """Of each document the corpus' tokens up to its end, and the number of its first label."""
+        self.num_labels = 0
+        self._is_label = bytearray()
+        """1 for each token that is a label, of those that `take_mask` has not taken."""
+
+    def take_mask(self, num_tokens: int) -> npt.NDArray[np.uint8]:
+        """A bit for each of the next tokens that were encoded."""
+        mask = np.packbits(np.frombuffer(self._is_label[:num_tokens], np.bool_))
+        del self._is_label[:num_tokens]
+        return mask
+
+    def encoded(self, source: TextSource, dtype: str, told: Callable[[Sized], None]) -> Iterator[npt.NDArray[Any]]:
+        """The tokens of each document; `take_mask` has their labels."""
+        batch: list[tuple[str, Rendered]] = []
+        characters = 0
+        for place, line in source.lines():
+            try:
+                rendered = self._renderer.rendered(line)
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from error
+            told(line)
+            batch.append((place, rendered))
+            characters += len(rendered.text)
+            if characters >= _BATCH_CHARACTERS:
+                yield from self._encoded_batch(batch, dtype)
+                batch, characters = [], 0
+        yield from self._encoded_batch(batch, dtype)
+
+    def _encoded_batch(self, batch: list[tuple[str, Rendered]], dtype: str) -> Iterator[npt.NDArray[Any]]:
+        encodings = self._tokenizer.encode_batch([one.text for _, one in batch], add_special_tokens=False)
+        for (place, rendered), encoding in zip(batch, encodings, strict=True):
+            tokens, is_label = self._document(rendered, encoding)
+            labels = np.flatnonzero(is_label[1:])
+            if not len(labels):
+                raise UserError(f"{place}: the response has no token; leave the line out")
+            self.num_labels += len(labels)
+            ended = self.documents[-2] if self.documents else 0
+            self.documents.extend((ended + len(tokens), int(labels[0]) + 1))
+            self._is_label += is_label.tobytes()
+            yield np.array(tokens, dtype=dtype)
+
+    def _document(self, rendered: Rendered, encoding: Encoding) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        is_label = np.zeros(len(starts), dtype=np.bool_)
+        for start, stop in rendered.responses:
+            is_label |= (starts < stop) & (stops > start)
+        if rendered.by_template:
+            return encoding.ids, is_label
+        tokens = [*self._leading, *encoding.ids, self._end_of_text]
+        return tokens, np.concatenate((np.zeros(len(self._leading), np.bool_), is_label, np.ones(1, np.bool_)))
+
+
+def tokenizer_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json of a model's directory; empty where there is none."""
+    path = directory / "tokenizer_config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{path}: cannot be read: no JSON object")
+    return fields
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """name -> token of a tokenizer_config, where a token is a string or an object with its "content"."""
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in config.items()}
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
