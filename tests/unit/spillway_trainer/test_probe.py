@@ -54,11 +54,11 @@ def test_random_tokens_are_what_a_step_wants() -> None:
     assert tokens.num_unmasked(range(4 * cell.micro_batch_size)) == 4 * batch.num_unmasked
 
 
-def test_on_a_cpu_no_updated_parameter_is_sent_up(tmp_path: Path) -> None:
-    """Its device's memory is the host's: the update writes the parameter itself."""
+def test_on_a_cpu_no_gradient_comes_down_and_no_updated_parameter_goes_up(tmp_path: Path) -> None:
+    """Its device's memory is the host's: gradients are added where they are, and the update writes the parameter."""
     cell = probe.Cell(64, 2, 512, 64, 1, optimizer="Host", num_micro_batches=1)
     [told] = probe.training([cell], tmp_path, 1, num_rounds=probe.WARM_UP_STEPS + 1)
     moved = told["steps"][-1]["moved_bytes"]
-    assert moved.get("h2d", 0) == 0
-    assert moved["cpu"] > moved["d2h"] > 0
+    assert moved.get("h2d", 0) == moved.get("d2h", 0) == 0
+    assert moved["cpu"] > 0
     assert told["steps"][-1]["cpu_seconds"] > 0.0

@@ -96,6 +96,8 @@ class OptimizerOffload:
         native = partial(kernels.update, num_threads=plan.num_threads)
         self._window = StateWindow(lanes, self._window_ring())
         uploads, slots = self._upload_ring(), self._slot_ring()
+        apart = self._apart()
+        largest = max((padded(placed.nbytes) for placed in apart or self._placed), default=0)
         self._pipeline = UpdatePipeline(
             lanes,
             uploads,
@@ -103,7 +105,7 @@ class OptimizerOffload:
             self._window,
             cpu_update or native,
             device_update or native,
-            max([padded(placed.nbytes) for placed in self._apart()], default=BATCH_BYTES),
+            largest if apart else max(largest, BATCH_BYTES),
             in_place,
         )
         window = plan.speculative_parameters if plan.overlap == "Backward" else 0
