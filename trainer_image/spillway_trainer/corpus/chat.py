@@ -146,8 +146,8 @@ class Renderer:
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415
 
         template = self._text_of(document)
-        given = {**self._template.tokens, **(document.get("chat_template_kwargs") or {}), **options}
         try:
+            given = {**self._template.tokens, **(document.get("chat_template_kwargs") or {}), **options}
             made: Any = render_jinja_template(
                 conversations=[messages],
                 tools=document.get("tools"),
@@ -176,7 +176,7 @@ class Renderer:
 
     def _refuse_special(self, document: object) -> None:
         fields = document if isinstance(document, dict) else {}
-        for name in ("messages", "prompt", "completion", "tools"):
+        for name in ("messages", "prompt", "completion", "tools", "chat_template_kwargs"):
             given = fields.get(name)
             for number, part in enumerate(given) if isinstance(given, list) else [(None, given)]:
                 if found := next(filter(None, map(self._special.search, _strings(part))), None):
@@ -201,7 +201,7 @@ def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
+        for part in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from _strings(part)
 
 

@@ -216,7 +216,7 @@ class TokenBatches:
             num_held_out, held_out = self._evaluated.num, corpus.evaluation.fingerprint
             if not num_held_out:
                 kind = "text" if corpus.index.documents is None else "chat"
-                raise UserError(f"spec.data.evaluation.{kind}: has no token to predict; give more {kind}")
+                raise UserError(f"spec.data.evaluation.{kind}: has no token to predict; give more of it")
         self.num_held_out = num_held_out
         self.num_evaluated = min(self._asked or num_held_out, num_held_out)
         """Sequences of an evaluation."""

@@ -150,6 +150,8 @@ BAD: dict[str, tuple[str | None, Any, str]] = {
     "no template": (None, GOOD, "messages need a chat template, and .*model has none"),
     "special": (MARKED["gemma"], {"messages": [USER, {"role": "assistant", "content": "a<bos>"}]},
                 r"messages\[1\]: spells out <bos>, a special token"),
+    "special tool": (MARKED["gemma"], GOOD | {"tools": [{"f": {"<eos>": 1}}]}, r"tools\[0\]: spells out <eos>"),
+    "no arguments": (MARKED["gemma"], GOOD | {"chat_template_kwargs": 7}, "not rendered by .*model: TypeError"),
     "special text": (None, {"prompt": "a", "completion": "b<|im_end|>"}, r"completion: spells out <\|im_end\|>"),
     "no token": (None, {"prompt": "", "completion": ""}, "the response has no token"),
 }  # fmt: skip
