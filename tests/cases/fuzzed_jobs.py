@@ -41,15 +41,12 @@ def fuzzed_job(seed: int) -> Document:
     return _Maker(random.Random(seed)).job(f"fuzz-{seed}")
 
 
-FETCH = {"uri": "https://host/chats.jsonl"}
-
-
 def as_other_data(data: Document, kind: str) -> Document:
     """The same with chats or tokens in place of text: no number is drawn, so that recorded jobs stay as they are."""
     place, evaluation = data["text"], dict(data.get("evaluation", {}))
-    if evaluation.pop("text", None):
-        held = place if "path" in place else {"claim": "held", "subPath": "a", "fetch": {**FETCH, "secretName": "keys"}}
-        return {"chat": place, "evaluation": evaluation | {"chat": held}}
+    if evaluation.pop("text", None) or ("fetch" in place and kind == "chat"):
+        evaluation.pop("fraction", None)
+        return {"chat": place, "evaluation": evaluation | {"chat": place}}
     return {kind if name == "text" else name: value for name, value in data.items()}
 
 
