@@ -46,6 +46,26 @@ SMALL = {
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """How a module is called: its arguments, with Tensor in the place of each tensor."""
+
+    values: tuple[Any, ...]
+    spec: Any
+
+    def __call__(self, module: nn.Module, *tensors: Tensor) -> Any:
+        given = iter(tensors)
+        positional, named = tree_unflatten([next(given) if v is Tensor else v for v in self.values], self.spec)
+        return module(*positional, **named)
+
+
+def recorded(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Call, list[Tensor]]:
+    """A call with these arguments, and the tensors among them."""
+    leaves, spec = tree_flatten((positional, named))
+    values = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return Call(values, spec), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
     """Names of modules, those of the base model below it."""
 
@@ -57,6 +77,8 @@ class Structure:
     """Values that a layer returns, hidden states first; 0: the hidden states themselves."""
     before: tuple[str, ...]
     """Modules with parameters that compute the first hidden states."""
+    embedding: tuple[str, Call] | None
+    """The one module that computes them from the tokens alone, if there is one."""
     after: tuple[str, ...]
     """Modules that are called one after the other with what the last layer returned."""
     output: type
@@ -64,19 +86,6 @@ class Structure:
     max_positions: int | None
     unused: frozenset[str] = frozenset()
     """Parameters of the model that its forward does not use: second names of tied ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """How a layer is called: its arguments after the hidden states, with Tensor in the place of each tensor."""
-
-    values: tuple[Any, ...]
-    spec: Any
-
-    def __call__(self, layer: nn.Module, x_BTD: Tensor, tensors: tuple[Tensor, ...]) -> Any:
-        given = iter(tensors)
-        positional, named = tree_unflatten([next(given) if v is Tensor else v for v in self.values], self.spec)
-        return layer(x_BTD, *positional, **named)
 
 
 class _Reached(Exception):
@@ -124,12 +133,15 @@ class Before(nn.Module):
     def __init__(self, base: nn.Module, structure: Structure) -> None:
         super().__init__()
         self.parts = nn.ModuleList(base.get_submodule(path) for path in structure.before)
-        self._run = (base, structure.layers)  # a tuple, so that the whole model is not a part of this one
+        self._run = (base, structure)  # a tuple, so that the whole model is not a part of this one
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        base, layers = self._run
+        base, structure = self._run
+        if structure.embedding is not None:  # without masks, which the forward makes before its first layer
+            path, call = structure.embedding
+            return call(base.get_submodule(path), tokens_BT)  # type: ignore[no-any-return]
         try:
-            with _replaced(base, layers, _stop):
+            with _replaced(base, structure.layers, _stop):
                 base(input_ids=tokens_BT, use_cache=False)
         except _Reached as reached:
             return reached.x_BTD
@@ -142,7 +154,7 @@ class Layer(nn.Module):
         self.layer = layer
 
     def forward(self, x_BTD: Tensor, call: Call, *tensors: Tensor) -> Tensor:
-        found = call(self.layer, x_BTD, tensors)
+        found = call(self.layer, x_BTD, *tensors)
         return found[0] if isinstance(found, tuple | list) else found  # type: ignore[no-any-return]
 
 
@@ -202,10 +214,9 @@ class StructuralChain(HuggingFaceChain):
         without memory, its layers do nothing, and it has no hooks."""
         base, calls = self.model.get_submodule(self.structure.base), []
 
-        def capture(x_BTD: Tensor, *positional: Any, **named: Any) -> Any:
-            leaves, spec = tree_flatten((positional, named))
-            values = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            calls.append((Call(values, spec), *(leaf for leaf in leaves if isinstance(leaf, Tensor))))
+        def capture(*positional: Any, **named: Any) -> Any:
+            call, (x_BTD, *tensors) = recorded(positional, named)
+            calls.append((call, *tensors))
             return (x_BTD, *[None] * (self.structure.num_returned - 1)) if self.structure.num_returned else x_BTD
 
         layers: Any = base.get_submodule(self.structure.layers)
@@ -341,11 +352,12 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
     if (size := sum(p.numel() for p in empty.parameters())) > MOST_PARAMETERS:
         raise ValueError(f"has {size} parameters, no more than {MOST_PARAMETERS} are computed")
     whole: Any = type(model)(config)
-    whole.float().eval()
+    whole.float()
     for parameter in whole.parameters():
         parameter.data.normal_(0.0, 0.1)
     tokens, labels = torch.randint(0, int(whole.config.vocab_size), (2, BATCH, LENGTH))
-    structure, logits = _observed(whole, tokens)
+    structure = _observed(whole, tokens)
+    logits = whole(input_ids=tokens, use_cache=False).logits
     _check_order(whole, tokens, logits)
     token_loss(logits.float(), labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
 
@@ -411,8 +423,8 @@ def second_names(model: Any) -> Mapping[str, str]:
     return {owner: alias for alias, owner in (model._tied_weights_keys or {}).items()}
 
 
-def _observed(whole: Any, tokens: Tensor) -> tuple[Structure, Tensor]:
-    """Runs the forward and notes which modules it calls, in which order, and with what. Returns the logits, too."""
+def _observed(whole: Any, tokens: Tensor) -> Structure:
+    """Runs the forward and notes which modules it calls, in which order, and with what."""
     name, path = type(whole).__name__, _list_of_layers(whole)
     layers = [f"{path}.{index}" for index in range(len(whole.get_submodule(path)))]
     inputs: dict[str, Any] = {}
@@ -431,46 +443,61 @@ def _observed(whole: Any, tokens: Tensor) -> tuple[Structure, Tensor]:
 
     outside = {p: m for p, m in whole.named_modules() if p and (p in layers or not p.startswith(f"{path}."))}
     hooks = [hook for module_path, module in outside.items() for hook in note(module_path, module)]
-    logits = whole(input_ids=tokens, use_cache=False).logits
+    whole.train()(input_ids=tokens, use_cache=False)  # with dropout, which returns its input itself if it does nothing
     for hook in hooks:
         hook.remove()
+    whole.eval()
     if (order := [one for one in called if one in layers]) != layers:
         numbers = ", ".join(one.rpartition(".")[2] for one in order) or "none"
         raise _no_chain(name, f"its forward calls its {len(layers)} layers in the order {numbers}")
     base = next((one for one in called if path.startswith(f"{one}.")), None)
     if base is None or not hasattr(outputs[base], "last_hidden_state"):
         raise _no_chain(name, "it has no base model below its head that returns last_hidden_state")
+    _check_layers(name, {layer: (inputs[layer], outputs[layer]) for layer in layers})
+    start, end = called.index(layers[0]), called.index(layers[-1])
+    first = inputs[layers[0]][0][0]
+    own = {one for one in called[:start] if any(True for _ in outside[one].parameters(recurse=False))}
+    embedding = None
+    for one in called[:start]:
+        call, tensors = recorded(*inputs[one])
+        alone = len(tensors) == 1 and tensors[0] is tokens and outputs.get(one) is first
+        if alone and all(f"{part}.".startswith(f"{one}.") for part in own):
+            embedding = one.removeprefix(f"{base}."), call
+    after: list[str] = []
+    for one in called[end + 1 :]:
+        if one.startswith(f"{base}.") and not any(one.startswith(f"{outer}.") for outer in after):
+            after.append(one)
+    returned = outputs[layers[-1]]
+    return Structure(
+        base=base,
+        layers=path.removeprefix(f"{base}."),
+        num_returned=len(returned) if isinstance(returned, tuple | list) else 0,
+        before=tuple(one.removeprefix(f"{base}.") for one in outside if one in own),
+        embedding=embedding,
+        after=tuple(one.removeprefix(f"{base}.") for one in after),
+        output=type(outputs[base]),
+        max_positions=_max_positions(whole.get_submodule(base)),
+    )
+
+
+def _check_layers(name: str, calls: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raises UserError unless each layer gets the hidden states of the one before, and shares nothing with it.
+
+    `calls`: layer -> what it was called with and what it returned.
+    """
     last: Any = None
-    for layer in layers:
-        positional, named = inputs[layer]
+    for layer, ((positional, named), output) in calls.items():
         first, *others = tree_leaves((positional, named))
-        if not positional or first is not positional[0] or (layer != layers[0] and first is not last):
+        if not positional or first is not positional[0] or (last is not None and first is not last):
             raise _no_chain(name, f"{layer} does not get what the layer before it returned")
         for leaf in others:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise _no_chain(name, f"{layer} gets a second tensor that has a gradient")
             if not isinstance(leaf, Tensor | bool | int | float | str | None):
                 raise _no_chain(name, f"{layer} gets a {type(leaf).__name__}, in which layers could share state")
-        last = outputs[layer][0] if isinstance(outputs[layer], tuple | list) else outputs[layer]
+        last = output[0] if isinstance(output, tuple | list) else output
         if not isinstance(last, Tensor):
-            raise _no_chain(name, f"{layer} returns a {type(outputs[layer]).__name__}, needed are hidden states")
-    start, end = called.index(layers[0]), called.index(layers[-1])
-    own = {one for one in called[:start] if any(True for _ in outside[one].parameters(recurse=False))}
-    after: list[str] = []
-    for one in called[end + 1 :]:
-        if one.startswith(f"{base}.") and not any(one.startswith(f"{outer}.") for outer in after):
-            after.append(one)
-    returned = outputs[layers[-1]]
-    structure = Structure(
-        base=base,
-        layers=path.removeprefix(f"{base}."),
-        num_returned=len(returned) if isinstance(returned, tuple | list) else 0,
-        before=tuple(one.removeprefix(f"{base}.") for one in outside if one in own),
-        after=tuple(one.removeprefix(f"{base}.") for one in after),
-        output=type(outputs[base]),
-        max_positions=_max_positions(whole.get_submodule(base)),
-    )
-    return structure, logits
+            raise _no_chain(name, f"{layer} returns a {type(output).__name__}, needed are hidden states")
 
 
 class _LookUps(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,6 +15,8 @@ from transformers import (
     BartForCausalLM,
     BertConfig,
     BertLMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     PreTrainedModel,
 )
@@ -197,6 +199,15 @@ def test_learned_positions_limit_the_length_of_sequences() -> None:
     limits = {name: structural_chain(name).max_positions for name in ("opt", "roberta", "distilbert", "gpt_neo")}
     assert limits == {"opt": 64, "roberta": 62, "distilbert": 64, "gpt_neo": 64}
     assert structural_chain("cohere").max_positions is None
+
+
+@pytest.mark.parametrize(("dropout", "alone"), [(0.0, True), (0.1, False)])
+def test_dropout_after_the_embedding_belongs_to_its_segment(dropout: float, alone: bool) -> None:
+    """A proof without dropout cannot see it: this module's output is also that of the dropout."""
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, "rotary_dim": 4}
+    with torch.device("meta"):
+        model = GPTJForCausalLM(GPTJConfig(vocab_size=VOCABULARY, embd_pdrop=dropout, **sizes))
+    assert (structure_of(model).embedding is not None) == alone
 
 
 @pytest.mark.parametrize("batch", [1, 3])
