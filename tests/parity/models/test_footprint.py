@@ -143,8 +143,8 @@ NO_OTHER_BUFFERS = {
 
 
 @pytest.mark.parametrize("case", NO_OTHER_BUFFERS)
-def test_the_rings_of_the_cpus_update_are_those_of_the_plan(case: str, tmp_path: Path) -> None:
-    """In whole: what is not used is not counted, either."""
+def test_on_a_cpu_device_an_update_has_no_rings_and_none_are_planned(case: str, tmp_path: Path) -> None:
+    """Gradients are added, and parameters written, where they are."""
     wanted = job(SMALL | NO_OTHER_BUFFERS[case] | {"spec.training.steps": peak_run.STEPS})
     plan = make_plan(wanted, NODE)
     assert isinstance(plan, MemoryPlan), plan
@@ -153,7 +153,7 @@ def test_the_rings_of_the_cpus_update_are_those_of_the_plan(case: str, tmp_path:
     held = assembly.tiers.host.by_label()
     rings = {label: size for label, size in held.items() if label.startswith(("gradient staging", "uploads"))}
     assembly.tiers.close()
-    assert sum(rings.values()) == plan.bytes[Tier.HOST].buffers > 0, rings
+    assert (rings, plan.bytes[Tier.HOST].buffers) == ({}, 0)
 
 
 @pytest.mark.sweep
