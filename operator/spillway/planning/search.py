@@ -9,8 +9,8 @@ from math import ceil, inf
 from operator import itemgetter
 
 from spillway.plan import OptimizerPlan, Order, Policy, Strategy, Tier, TierBytes
+from spillway.planning.bounds import ROUNDED
 from spillway.planning.candidates import (
-    _NO_ACTIVATIONS,
     _WEIGHTS,
     ROUNDING,
     TIE,
@@ -91,18 +91,21 @@ class Search:
     ) -> Iterator[Timed]:
         """Those of `candidates` that fit every budget and spare the drives, with all that take up to `limit` seconds.
         Others are left out before their bytes and seconds are counted."""
+        kept, others, least = group.bounds.beside_states(layout)
         for split in self._splits(group, layout, spare_drives=spare_drives):
-            if group.host_bytes_beside_homes(split) > self.question.budget[Tier.HOST]:
+            free = self.question.budget[Tier.HOST] - group.host_bytes_beside_homes(split) - kept
+            if free < least:
                 continue
-            if limit < inf and group.bound_of(layout, split) > limit:
+            spilled = stored_states_bytes(group.work, split) + max(0, others - free - group.bounds.unwritten)
+            if spare_drives and group.surely_wears_out(spilled, limit):
                 continue
-            if spare_drives and group.surely_wears_out(stored_states_bytes(group.work, split)):
+            if limit < inf and group.priced(group.bound_of(layout, split), spilled, limit) > ROUNDED * limit:
                 continue
             one = self._candidate(group, layout, split)
             if one.missing:
                 continue
             written = written_bytes(one.work, one.optimizer, one.blocks, one.streaming)
-            if spare_drives and group.surely_wears_out(written):
+            if spare_drives and group.surely_wears_out(written, limit):
                 continue
             choice = timed(self.question, one)
             if not (spare_drives and choice.wears_out):
@@ -164,38 +167,33 @@ class Search:
 
     def choices(self, *, spare_drives: bool = True) -> list[Timed]:
         """Those that fit every budget and spare the drives, and among them all that `best` could choose."""
-        found: list[Timed] = []
-        limit = inf
+        found = list[tuple[tuple[int, int], Timed]]()
+        limit, budget = inf, self.question.budget
 
-        def look_at(group: CandidateGroup, layout: BlockLayout) -> None:
-            nonlocal limit
-            for choice in self._fitting(group, layout, spare_drives=spare_drives, limit=limit):
-                found.append(choice)
-                limit = min(limit, TIE * choice.priced_seconds)
+        def bound(group: CandidateGroup, layout: BlockLayout) -> float:
+            return group.bounds.seconds(layout, budget, limit, spare=spare_drives) / ROUNDED
 
-        room = self.question.budget[Tier.DEVICE]
-        everything_kept = BlockLayout(Blocks(self.question.num_layers), 0, _NO_ACTIVATIONS)
-        by_bound = sorted(((group.bound(everything_kept, room), group) for group in self._space), key=itemgetter(0))
-        for least, group in by_bound:
-            if least > limit:
-                break
-            if self._cannot_fit(group):
+        by_bound = [(bound(group, group.least), index) for index, group in self._possible()]
+        for _, index in sorted(by_bound):
+            group = self._space[index]
+            if bound(group, group.least) > limit:
                 continue
-            fitting = [layout for layout in group.layouts if group.least_device_bytes + layout.peak.total <= room]
-            bounds = ((group.bound(layout, room - layout.peak.total), layout) for layout in fitting)
-            for bound, layout in sorted(bounds, key=itemgetter(0)):
-                if bound > limit:
-                    break
-                look_at(group, layout)
-        return found
+            room = budget[Tier.DEVICE] - group.least_device_bytes
+            fitting = [(number, one) for number, one in enumerate(group.layouts) if one.peak.total <= room]
+            for _, number in sorted((bound(group, one), number) for number, one in fitting):
+                layout = group.layouts[number]
+                if bound(group, layout) > limit:
+                    continue
+                for choice in self._fitting(group, layout, spare_drives=spare_drives, limit=limit):
+                    found.append(((index, number), choice))
+                    limit = min(limit, TIE * choice.priced_seconds)
+        return [choice for _, choice in sorted(found, key=itemgetter(0))]
 
     def fits(self) -> bool:
         """Whether any candidate fits every budget and spares the drives."""
         room = self.question.budget[Tier.DEVICE]
         lean = {(group.work.strategy, group.streaming) for group in self._space if group.work.lean}
-        for group in self._space:
-            if self._cannot_fit(group):
-                continue
+        for _, group in self._possible():
             has_twin = not group.work.lean and (group.work.strategy, group.streaming) in lean
             for layout in group.layouts:
                 if has_twin and layout.blocks.recomputed < layout.blocks.num_layers:
@@ -204,13 +202,16 @@ class Search:
                     return True
         return False
 
-    def _cannot_fit(self, group: CandidateGroup) -> bool:
-        """Not even what needs least on the device, with all homes on NVMe and no activation in host memory."""
-        budget, least = self.question.budget, min(layout.peak.total for layout in group.layouts)
-        if group.least_device_bytes + least > budget[Tier.DEVICE] or group.least_host_bytes > budget[Tier.HOST]:
-            return True
-        splits = group.optimizers(budget[Tier.DEVICE] - least)
-        return all(group.least_host_bytes_of(split) > budget[Tier.HOST] for split in splits)
+    def _possible(self) -> Iterator[tuple[int, CandidateGroup]]:
+        """Groups of which what needs least on the device might fit, with all homes on NVMe and no activation in host
+        memory."""
+        budget = self.question.budget
+        for index, group in enumerate(self._space):
+            left = budget[Tier.DEVICE] - group.least.peak.total
+            if group.least_device_bytes > left or group.least_host_bytes > budget[Tier.HOST]:
+                continue
+            if any(group.least_host_bytes_of(split) <= budget[Tier.HOST] for split in group.optimizers(left)):
+                yield index, group
 
     def nearest_miss(self) -> Candidate:
         """The one that lacks least."""
