@@ -119,8 +119,6 @@ class Bounds:
 
         states = plan(streamed_share=1.0), plan(nvme_share=1.0)
         self._paths = tuple(self._path(each) for each in (by_cpu, states[0], resident, states[1]))
-        self.prefers_device = max(self._paths[2]) <= max(self._paths[0])
-        """A larger resident share never makes an update slower that sends no states."""
         self._operations = [update_work(work, each).seconds(rates) for each in (resident, by_cpu)]
         spared = 0.0 if work.in_place else x * work.rank_parameters * work.shape.trained_bytes
         self._spared = (0.0, spared / rates.h2d, 0.0, spared / rates.dram, 0.0, 0.0)
@@ -135,7 +133,7 @@ class Bounds:
         self._homes = host_home_bytes(work, streaming)
         self.unwritten = max(0, self._homes - stored_bytes(work, replace(streaming, host=0, nvme=streaming.units)))
         """Of homes: frozen parameters on NVMe are not written."""
-        self._beside: dict[tuple[Blocks, int], tuple[int, int, int]] = {}
+        self._beside: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self._waiting = spilled_boundary_bytes(work, nothing, streaming)
 
     def _path(self, plan: OptimizerPlan) -> tuple[float, ...]:
@@ -146,8 +144,13 @@ class Bounds:
         disk = loads[Resource.READ] + loads[Resource.WRITE]
         return (loads[Resource.CPU], loads[Resource.H2D], loads[Resource.D2H], shared, disk, on_device)
 
+    def prefers_device(self, ratio: float) -> bool:
+        """Whether a larger resident share never makes the update slower, wherever the rest is updated."""
+        cpu, _, resident, _ = self._paths
+        return max(resident) <= (1.0 - ratio) * max(cpu)
+
     def seconds(self, layout: BlockLayout, budget: Mapping[Tier, int], within: float = inf, *, spare: bool) -> float:
-        """No candidate of `layout` within `budget` takes fewer; infinite when none fits. What takes longer than `within`
+        """No candidate of `layout` within `budget` takes fewer; infinite when none fits. What takes more than `within`
         has lost; with `spare`, what wears out the drives, too."""
         shares = self._group.most_resident(budget[Tier.DEVICE] - layout.peak.total)
         return min((self._of_shares(layout, budget, *each, within, spare) for each in shares), default=inf)
@@ -155,7 +158,7 @@ class Bounds:
     def beside_states(self, layout: BlockLayout) -> tuple[int, int, int]:
         """Bytes of host memory for boundaries, which stay there; for activations and homes, if all are there; and the
         least that these need, because what passes through to NVMe takes buffers."""
-        key = layout.blocks, layout.window_bytes
+        key = layout.blocks.recomputed, layout.blocks.moved, layout.window_bytes
         if key not in self._beside:
             work, streaming, blocks = self._group.work, self._group.streaming, layout.blocks
             kept = kept_boundary_bytes(work, blocks, Policy.HOST) if streaming.boundaries is Policy.HOST else 0

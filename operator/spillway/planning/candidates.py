@@ -342,12 +342,20 @@ class CandidateGroup:
     def least_worn_share(self, written_bytes: float, within: float = inf) -> float:
         """Of the limit of drive writes, what a step uses that writes so many bytes, even if it is the slowest one of
         the group, or takes as long as `within`: what takes longer has lost already."""
-        question = self.question
-        capacity, limit = question.drives.capacity_bytes, question.most_writes_per_day
-        seconds = within if self.may_speculate else min(within, self.most_seconds)
-        if limit is None or not capacity or seconds == inf:
+        if not self._worn_by_byte or (self.may_speculate and within == inf):
             return 0.0
-        return written_bytes * min(question.job.spec.training.steps, SECONDS_PER_DAY / seconds) / capacity / limit
+        seconds = within if self.may_speculate else min(within, self.most_seconds)
+        return written_bytes * self._worn_by_byte * min(self._steps, SECONDS_PER_DAY / seconds)
+
+    @cached_property
+    def _worn_by_byte(self) -> float:
+        """Of a day's limit; 0: there is none."""
+        capacity, limit = self.question.drives.capacity_bytes, self.question.most_writes_per_day
+        return 0.0 if limit is None or not capacity else 1.0 / capacity / limit
+
+    @cached_property
+    def _steps(self) -> int:
+        return self.question.job.spec.training.steps
 
     def surely_wears_out(self, written_bytes: float, within: float = inf) -> bool:
         return self.least_worn_share(written_bytes, within) > 1.0 + ROUNDING
@@ -414,8 +422,15 @@ class CandidateGroup:
                     yield found
 
     def _resident_part(self, ratio: float, free_bytes: int) -> float:
-        left = free_bytes - self.optimizer_device_bytes(self.split(ratio, 0.5))
-        return min(0.5 + left / self._device_bytes_per_share(ratio), LARGEST_PARTLY_RESIDENT_SHARE)
+        if ratio not in self._halves:
+            half = self.optimizer_device_bytes(self.split(ratio, 0.5))
+            self._halves[ratio] = half, self._device_bytes_per_share(ratio)
+        half, each = self._halves[ratio]
+        return min(0.5 + (free_bytes - half) / each, LARGEST_PARTLY_RESIDENT_SHARE)
+
+    @cached_property
+    def _halves(self) -> dict[float, tuple[int, float]]:
+        return {}
 
     def most_resident(self, free_bytes: int) -> Iterator[tuple[float, float]]:
         """Of `optimizers`: g / (c + g) and the largest resident share; also 0, where less might be faster."""
@@ -430,7 +445,7 @@ class CandidateGroup:
             for ratio in dict.fromkeys((self.ratio, 0.0)):
                 part = max(0.0, self._resident_part(ratio, free_bytes))
                 yield ratio, part * free
-                if part and (ratio or not self.bounds.prefers_device):
+                if part and not self.bounds.prefers_device(ratio):
                     yield ratio, 0.0
 
     def _device_bytes_per_share(self, ratio: float) -> float:

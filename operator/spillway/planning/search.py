@@ -176,13 +176,16 @@ class Search:
         by_bound = [(bound(group, group.least), index) for index, group in self._possible()]
         for _, index in sorted(by_bound):
             group = self._space[index]
-            if bound(group, group.least) > limit:
+            least = bound(group, group.least)
+            if least > limit or least == inf:
                 continue
             room = budget[Tier.DEVICE] - group.least_device_bytes
             fitting = [(number, one) for number, one in enumerate(group.layouts) if one.peak.total <= room]
-            for _, number in sorted((bound(group, one), number) for number, one in fitting):
+            for least, number in sorted((bound(group, one), number) for number, one in fitting):
                 layout = group.layouts[number]
-                if bound(group, layout) > limit:
+                if least > limit or least == inf:
+                    break
+                if bound(group, layout) > limit:  # which was another one
                     continue
                 for choice in self._fitting(group, layout, spare_drives=spare_drives, limit=limit):
                     found.append(((index, number), choice))
@@ -198,7 +201,11 @@ class Search:
             for layout in group.layouts:
                 if has_twin and layout.blocks.recomputed < layout.blocks.num_layers:
                     continue  # its lean twin needs no more of anything
-                if group.least_device_bytes + layout.peak.total <= room and any(self._fitting(group, layout)):
+                if group.least_device_bytes + layout.peak.total > room:
+                    continue
+                if group.bounds.seconds(layout, self.question.budget, spare=True) == inf:
+                    continue
+                if any(True for _ in self._fitting(group, layout)):
                     return True
         return False
 
