@@ -96,7 +96,8 @@ class Bounds:
     """Of one group. Shares: x must be updated by the CPU (`forced`); of the rest, s is resident on the device."""
 
     def __init__(self, group: CandidateGroup) -> None:
-        work, rates, streaming, x = group.work, group.rates, group.streaming, group.forced
+        work, streaming, x = group.work, group.streaming, group.forced
+        self._rates = rates = replace(group.rates, read=group.rates.read or inf, write=group.rates.write or inf)
         self._group, self._forced, self._on_cores = group, x, rates.copies_use_cores
         self._num_passes = work.num_micro_batches // work.alive(streaming)
         self._blocks = block_loads(work, rates, Streaming(order=streaming.order, boundaries=streaming.boundaries))
@@ -131,14 +132,18 @@ class Bounds:
         ]
         self._buffers = staging_bytes(work, by_cpu) + upload_bytes(work, by_cpu, streaming)
         self._homes = host_home_bytes(work, streaming)
-        self.unwritten = max(0, self._homes - stored_bytes(work, replace(streaming, host=0, nvme=streaming.units)))
+        stored = stored_bytes(work, replace(streaming, host=0, nvme=streaming.units))
+        self._stored = stored / rates.dram + stored / rates.write
+        self._spilling: dict[int, float] = {}
+        """Seconds that are added at most if all of so many moved blocks, and all homes, are on NVMe."""
+        self.unwritten = max(0, self._homes - stored)
         """Of homes: frozen parameters on NVMe are not written."""
         self._beside: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self._waiting = spilled_boundary_bytes(work, nothing, streaming)
 
     def _path(self, plan: OptimizerPlan) -> tuple[float, ...]:
         """Loads of an update of all parameters, by what they cannot share."""
-        loads = update_loads(self._group.work, self._group.rates, plan)
+        loads = update_loads(self._group.work, self._rates, plan)
         on_device = loads[Resource.COMPUTE]
         shared = loads[Resource.DRAM] + on_device * self._on_cores
         disk = loads[Resource.READ] + loads[Resource.WRITE]
@@ -216,9 +221,20 @@ class Bounds:
         seconds = self._total(layout, by_cpu + part * streamed, update, question.overlap, resident < 1.0)
         return group.priced(seconds, written, within)
 
-    def of_split(self, layout: BlockLayout, optimizer: OptimizerPlan, update_seconds: float) -> float:
-        """No candidate of `layout` with this split takes fewer seconds."""
-        return self._total(layout, optimizer.updated_by_cpu, update_seconds, optimizer.overlap, optimizer.offloads)
+    def of_split(
+        self, layout: BlockLayout, optimizer: OptimizerPlan, update: float, *, spills: bool
+    ) -> tuple[float, float]:
+        """No candidate of `layout` with this split, which updates in `update` seconds, takes fewer, and none more."""
+        shares, moved = (optimizer.updated_by_cpu, update), layout.blocks.moved
+        least = self._total(layout, *shares, optimizer.overlap, optimizer.offloads)
+        most = self._total(layout, *shares, "None", optimizer.offloads)
+        if spills and moved not in self._spilling:
+            layers, homes = layout.blocks.num_layers, self._group.streaming
+            on_nvme = Blocks(layers, nvme=moved), OptimizerPlan(), replace(homes, host=0, nvme=homes.units)
+            in_host = Blocks(layers, host=moved), OptimizerPlan(), homes
+            most_of, least_of = (sum(passes_of(self._group.work, self._rates, *each)) for each in (on_nvme, in_host))
+            self._spilling[moved] = self._num_passes * (most_of - least_of) + self._stored
+        return least, most + (self._spilling[moved] if spills else 0.0)
 
     def _total(self, layout: BlockLayout, by_cpu: float, update: float, overlap: str, offloads: bool) -> float:
         of_blocks, x = self._blocks.of(layout.blocks.recomputed, layout.blocks.moved), self._forced

@@ -323,12 +323,14 @@ class CandidateGroup:
     def bounds(self) -> Bounds:
         return Bounds(self)
 
-    def bound_of(self, layout: BlockLayout, optimizer: OptimizerPlan) -> float:
-        """No candidate of this layout with this split takes fewer seconds."""
+    def seconds_of(self, layout: BlockLayout, optimizer: OptimizerPlan, *, spills: bool) -> tuple[float, float]:
+        """No candidate of this layout with this split takes fewer seconds, and none more. `spills`: some activations or
+        homes are on NVMe."""
         shares = (optimizer.streamed_share, optimizer.resident_share, optimizer.nvme_share)
         if shares not in self._updates:
             self._updates[shares] = update_seconds(self.work, self.rates, optimizer, self.streaming)
-        return self.bounds.of_split(layout, optimizer, self._updates[shares])
+        least, most = self.bounds.of_split(layout, optimizer, self._updates[shares], spills=spills)
+        return least, inf if self.may_speculate else most
 
     @cached_property
     def _updates(self) -> dict[tuple[float, float, float], float]:

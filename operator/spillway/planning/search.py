@@ -91,15 +91,16 @@ class Search:
     ) -> Iterator[Timed]:
         """Those of `candidates` that fit every budget and spare the drives, with all that take up to `limit` seconds.
         Others are left out before their bytes and seconds are counted."""
-        kept, others, least = group.bounds.beside_states(layout)
+        kept, others, needed = group.bounds.beside_states(layout)
         for split in self._splits(group, layout, spare_drives=spare_drives):
             free = self.question.budget[Tier.HOST] - group.host_bytes_beside_homes(split) - kept
-            if free < least:
+            if free < needed or (others > free and not self.question.budget[Tier.NVME]):
                 continue
             spilled = stored_states_bytes(group.work, split) + max(0, others - free - group.bounds.unwritten)
-            if spare_drives and group.surely_wears_out(spilled, limit):
+            least, most = group.seconds_of(layout, split, spills=others > free)
+            if spare_drives and group.surely_wears_out(spilled, min(limit, most)):
                 continue
-            if limit < inf and group.priced(group.bound_of(layout, split), spilled, limit) > ROUNDED * limit:
+            if group.priced(least, spilled, limit) > ROUNDED * limit:
                 continue
             one = self._candidate(group, layout, split)
             if one.missing:
