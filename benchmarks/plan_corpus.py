@@ -9,20 +9,23 @@ members in up to 64 shapes. Plans are explained, as `spillway plan` and placemen
 before each.
 
     worst_plan_cpu_seconds    of this process, for the slowest plan; the ten slowest are printed with their job
-    agreement                 part of 500 other jobs for which the search finds exactly the plan that is best of all
-                              candidates (`Search.all_candidates`): the same candidate, bytes of every tier and seconds
+    agreement                 part of 500 other jobs, each of one model with few enough candidates to try them all, for
+                              which the search finds the best of them (`Search.all_candidates`): the same bytes of every
+                              tier and seconds; of a job that does not fit, equally few missing bytes
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from spillway.api.manifest import validate
@@ -30,8 +33,9 @@ from spillway.api.training_job import TrainingJob
 from spillway.errors import InvalidJob, UserError
 from spillway.plan import Infeasible, MemoryPlan
 from spillway.planning import candidates, model_shape, step_time
+from spillway.planning.candidates import best, timed
 from spillway.planning.hardware import NodeSpec, resolve_node
-from spillway.planning.model_shape import ModelShape, shape_of
+from spillway.planning.model_shape import shape_of
 from spillway.planning.planner import Overrides, ask, make_plan
 from spillway.planning.search import Search
 
@@ -39,6 +43,7 @@ Document = dict[str, Any]
 NUM_JOBS, NUM_COMPARED, NUM_WORST = 200, 500, 10
 AT_MOST_SECONDS, AT_LEAST_AGREEMENT = 5.0, 0.99
 SLOW_SHARE = 0.1
+FIRST_COMPARED, MOST_LAYOUTS = 10_000, 2_500
 GIB = 1 << 30
 MODELS = (  # architecture, hidden size, blocks, heads, intermediate size, vocabulary: 1 M to 70 B parameters
     ("llama", 64, 2, 4, 176, 4096), ("gpt2", 128, 4, 4, 512, 8192), ("llama", 256, 8, 4, 688, 4096),
@@ -233,12 +238,71 @@ def forget() -> None:
                 cached.cache_clear()
 
 
-def planned(asked: Asked) -> tuple[MemoryPlan | Infeasible | str, float]:
-    """The plan, or why there is none, and CPU seconds of this process."""
+def planned(asked: Asked) -> tuple[MemoryPlan | Infeasible | None, float]:
+    """The plan, None where the job contradicts itself, and CPU seconds of this process."""
     forget()
     began = time.process_time()
     try:
-        found: MemoryPlan | Infeasible | str = make_plan(asked.job, asked.node, asked.overrides)
-    except UserError as error:
-        found = str(error)
+        found = make_plan(asked.job, asked.node, asked.overrides)
+    except UserError:
+        found = None
     return found, time.process_time() - began
+
+
+def agrees(search: Search) -> bool:
+    """Whether the search finds what trying every candidate finds: the same candidate, or equally few missing bytes."""
+    tried, question = list(search.all_candidates()), search.question
+    fitting = [one for one in (timed(question, each) for each in tried if not each.missing) if not one.wears_out]
+    if not fitting:
+        least = min(one.weighted_missing for one in tried)
+        return not search.fits() and not search.choices() and search.nearest_miss().weighted_missing == least
+    choices = search.choices()
+    return search.fits() and bool(choices) and best(choices) == best(fitting)
+
+
+def compared(number: int) -> Iterator[bool]:
+    """Over so many jobs of one model with at most MOST_LAYOUTS layouts: trying all of more takes minutes a job."""
+    for seed in itertools.count(FIRST_COMPARED):
+        for asked in corpus(1, seed):
+            search = Search(ask(asked.job, asked.node, asked.overrides))
+            num_layouts = sum(len(group.layouts) for group in search.groups)
+            if asked.job.spec.members or not 0 < num_layouts <= MOST_LAYOUTS:
+                continue
+            yield agrees(search)
+            number -= 1
+            if not number:
+                return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of both")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    part = 10 if given.quick else 1
+    asked = corpus(NUM_JOBS // part)
+    outcomes = [planned(one) for one in asked]
+    seconds = [spent for _, spent in outcomes]
+    slowest = sorted(zip(seconds, map(str, asked), strict=True), reverse=True)[:NUM_WORST]
+    for spent, what in slowest:
+        print(f"{spent:6.2f} s  {what}")
+    same = list(compared(NUM_COMPARED // part))
+    figures = {
+        "worst_plan_cpu_seconds": max(seconds),
+        "median_plan_cpu_seconds": median(seconds),
+        "total_plan_cpu_seconds": sum(seconds),
+        "plans": len(asked),
+        "fitting": sum(isinstance(found, MemoryPlan) for found, _ in outcomes),
+        "agreement": sum(same) / len(same),
+        "compared": len(same),
+    }
+    for name, value in figures.items():
+        print(f"{name} {value:.4g}")
+    if given.json is not None:
+        given.json.write_text(json.dumps({**figures, "slowest": slowest}, indent=2) + "\n", encoding="utf-8")
+    if figures["worst_plan_cpu_seconds"] > AT_MOST_SECONDS or figures["agreement"] < AT_LEAST_AGREEMENT:
+        sys.exit(f"at most {AT_MOST_SECONDS} s for a plan, at least {AT_LEAST_AGREEMENT:.0%} of plans the same")
+
+
+if __name__ == "__main__":
+    main()

@@ -43,43 +43,43 @@ class Search:
 
     def __init__(self, question: Question, space: Sequence[CandidateGroup] | None = None) -> None:
         self.question = question
-        self._space = groups(question) if space is None else space
+        self.groups = groups(question) if space is None else space
         self._wearing: dict[tuple[int, float, float], bool] = {}
         """By group and split: whether the drives wear out even with the fewest states on NVMe."""
 
     def within(self, budget: dict[Tier, int]) -> Search:
         """The same space under other budgets."""
-        return Search(replace(self.question, budget=budget), self._space)
+        return Search(replace(self.question, budget=budget), self.groups)
 
     def of_strategy(self, strategy: Strategy) -> Search:
-        return Search(self.question, [group for group in self._space if group.work.strategy == strategy])
+        return Search(self.question, [group for group in self.groups if group.work.strategy == strategy])
 
     def not_in(self, order: Order) -> Search:
         """Only what is streamed in the other order of micro-batches."""
         return Search(
             self.question,
-            [group for group in self._space if group.streaming.units and group.streaming.order != order],
+            [group for group in self.groups if group.streaming.units and group.streaming.order != order],
         )
 
     def visited_once(self) -> Search:
         """Only what loads no segment once a micro-batch: what does not stream, and weight-stationary."""
         return Search(
             self.question,
-            [group for group in self._space if not group.streaming.units or group.streaming.order != "InOrder"],
+            [group for group in self.groups if not group.streaming.units or group.streaming.order != "InOrder"],
         )
 
     @property
     def is_empty(self) -> bool:
         """What the question forces excludes itself."""
-        return not self._space
+        return not self.groups
 
     @property
     def strategies(self) -> list[Strategy]:
-        return list(dict.fromkeys(group.work.strategy for group in self._space))
+        return list(dict.fromkeys(group.work.strategy for group in self.groups))
 
     def all_candidates(self) -> Iterator[Candidate]:
         """The plain reference of what follows: every candidate, also those that do not fit."""
-        for group in self._space:
+        for group in self.groups:
             for layout in group.layouts:
                 yield from self.candidates(group, layout)
 
@@ -176,7 +176,7 @@ class Search:
 
         by_bound = [(bound(group, group.least), index) for index, group in self._possible()]
         for _, index in sorted(by_bound):
-            group = self._space[index]
+            group = self.groups[index]
             least = bound(group, group.least)
             if least > limit or least == inf:
                 continue
@@ -196,7 +196,7 @@ class Search:
     def fits(self) -> bool:
         """Whether any candidate fits every budget and spares the drives."""
         room = self.question.budget[Tier.DEVICE]
-        lean = {(group.work.strategy, group.streaming) for group in self._space if group.work.lean}
+        lean = {(group.work.strategy, group.streaming) for group in self.groups if group.work.lean}
         for _, group in self._possible():
             has_twin = not group.work.lean and (group.work.strategy, group.streaming) in lean
             for layout in group.layouts:
@@ -214,7 +214,7 @@ class Search:
         """Groups of which what needs least on the device might fit, with all homes on NVMe and no activation in host
         memory."""
         budget = self.question.budget
-        for index, group in enumerate(self._space):
+        for index, group in enumerate(self.groups):
             left = budget[Tier.DEVICE] - group.least.peak.total
             if group.least_device_bytes > left or group.least_host_bytes > budget[Tier.HOST]:
                 continue
@@ -225,7 +225,7 @@ class Search:
         """The one that lacks least."""
         budget, found = self.question.budget, list[Candidate]()
         bounds = []
-        for group in self._space:
+        for group in self.groups:
             host = _WEIGHTS[Tier.HOST] * max(0, group.least_host_bytes - budget[Tier.HOST])
             for layout in group.layouts:
                 needed = group.least_device_bytes + layout.peak.total - budget[Tier.DEVICE]
