@@ -258,6 +258,25 @@ class BlockLayout:
     peak: DevicePeak
 
 
+class Layouts(tuple[BlockLayout, ...]):
+    """Of a model, in one order of micro-batches; groups share them."""
+
+    @cached_property
+    def least(self) -> DevicePeak:
+        return min((layout.peak for layout in self), key=lambda peak: peak.total)
+
+    @cached_property
+    def rows(self) -> list[tuple[BlockLayout, list[int]]]:
+        """Numbers of layouts with equally many moved blocks and one window, and what none of these undercuts."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, layout in enumerate(self):
+            found.setdefault((layout.blocks.moved, layout.window_bytes), []).append(number)
+        return [
+            (BlockLayout(replace(self[row[0]].blocks, recomputed=0), window, Layouts(self[n] for n in row).least), row)
+            for (_, window), row in found.items()
+        ]
+
+
 @dataclass(frozen=True)
 class CandidateGroup:
     """Candidates with the same strategy, the same streamed parameters (homes not yet divided among tiers), and either
@@ -266,7 +285,7 @@ class CandidateGroup:
     question: Question
     work: Workload
     streaming: Streaming
-    layouts: Sequence[BlockLayout]
+    layouts: Layouts
     rates: Rates
 
     @cached_property
@@ -287,8 +306,7 @@ class CandidateGroup:
     @cached_property
     def least(self) -> BlockLayout:
         """What no layout undercuts: the seconds of keeping everything, the device bytes of the one that needs least."""
-        peak = min((layout.peak for layout in self.layouts), key=lambda peak: peak.total)
-        return BlockLayout(Blocks(self.question.num_layers), 0, peak)
+        return BlockLayout(Blocks(self.question.num_layers), 0, self.layouts.least)
 
     @cached_property
     def least_device_bytes(self) -> int:
@@ -634,7 +652,7 @@ def _strategies(question: Question) -> tuple[Strategy, ...]:
     return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)
 
 
-def _layouts(question: Question, work: Workload, streaming: Streaming, max_groups: int) -> tuple[BlockLayout, ...]:
+def _layouts(question: Question, work: Workload, streaming: Streaming, max_groups: int) -> Layouts:
     """Two windows: a whole block, so that its copy overlaps the next block's forward; or none, for the tightest
     budgets. The same for every strategy."""
     same = _shared(replace(workload(question, "Ddp"), lean=work.lean))
@@ -642,7 +660,7 @@ def _layouts(question: Question, work: Workload, streaming: Streaming, max_group
 
 
 @lru_cache(maxsize=32)
-def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: int) -> tuple[BlockLayout, ...]:
+def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: int) -> Layouts:
     layers = work.shape.num_layers
     found = []
     # Each layout costs time for every kind of block: models whose blocks all differ have fewer layouts.
@@ -653,7 +671,7 @@ def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: i
         blocks = Blocks(layers, recomputed=recomputed, host=moved)
         for window_bytes in (work.largest_block.moved, 0) if moved else (0,):
             found.append(BlockLayout(blocks, window_bytes, device_peak(work, blocks, window_bytes, streaming)))
-    return tuple(found)
+    return Layouts(found)
 
 
 def _block_counts(layers: int, policy: str, max_groups: int) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from operator import itemgetter
 
@@ -174,23 +175,27 @@ class Search:
         def bound(group: CandidateGroup, layout: BlockLayout) -> float:
             return group.bounds.seconds(layout, budget, limit, spare=spare_drives) / ROUNDED
 
-        by_bound = [(bound(group, group.least), index) for index, group in self._possible()]
-        for _, index in sorted(by_bound):
-            group = self.groups[index]
-            least = bound(group, group.least)
-            if least > limit or least == inf:
-                continue
-            room = budget[Tier.DEVICE] - group.least_device_bytes
-            fitting = [(number, one) for number, one in enumerate(group.layouts) if one.peak.total <= room]
-            for least, number in sorted((bound(group, one), number) for number, one in fitting):
-                layout = group.layouts[number]
-                if least > limit or least == inf:
-                    break
+        def look_at(index: int, group: CandidateGroup) -> None:
+            """Best first: rows of layouts, and their layouts where a row may have a better one."""
+            nonlocal limit
+            waiting = [(bound(group, least), row, -1) for row, (least, _) in enumerate(group.layouts.rows)]
+            heapify(waiting)
+            while waiting and waiting[0][0] <= limit and waiting[0][0] < inf:
+                _, row, number = heappop(waiting)
+                layout, numbers = (group.layouts[number], []) if number >= 0 else group.layouts.rows[row]
                 if bound(group, layout) > limit:  # which was another one
                     continue
-                for choice in self._fitting(group, layout, spare_drives=spare_drives, limit=limit):
+                for each in numbers:
+                    heappush(waiting, (bound(group, group.layouts[each]), row, each))
+                for choice in (
+                    self._fitting(group, layout, spare_drives=spare_drives, limit=limit) if number >= 0 else ()
+                ):
                     found.append(((index, number), choice))
                     limit = min(limit, TIE * choice.priced_seconds)
+
+        for _, index in sorted((bound(group, group.least), index) for index, group in self._possible()):
+            if bound(self.groups[index], self.groups[index].least) <= limit:
+                look_at(index, self.groups[index])
         return [choice for _, choice in sorted(found, key=itemgetter(0))]
 
     def fits(self) -> bool:
