@@ -34,7 +34,7 @@ from spillway.planning.footprint import (
     DevicePeak,
     accumulator_bytes,
     device_bytes,
-    device_peak,
+    device_peaks,
     forced_share,
     host_bytes,
     host_home_bytes,
@@ -662,15 +662,16 @@ def _layouts(question: Question, work: Workload, streaming: Streaming, max_group
 @lru_cache(maxsize=32)
 def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: int) -> Layouts:
     layers = work.shape.num_layers
-    found = []
+    found = list[BlockLayout]()
     # Each layout costs time for every kind of block: models whose blocks all differ have fewer layouts.
     max_groups = max(LEAST_GROUPS, min(max_groups, isqrt(MOST_RUNS_LOOKED_AT // max(1, len(work.runs)))))
     for recomputed, moved in _block_counts(layers, policy, max_groups):
         if work.lean and recomputed == layers:
             continue  # nothing is rebuilt
         blocks = Blocks(layers, recomputed=recomputed, host=moved)
-        for window_bytes in (work.largest_block.moved, 0) if moved else (0,):
-            found.append(BlockLayout(blocks, window_bytes, device_peak(work, blocks, window_bytes, streaming)))
+        windows = (work.largest_block.moved, 0) if moved else (0,)
+        peaks = device_peaks(work, blocks, windows, streaming)
+        found += (BlockLayout(blocks, window, peak) for window, peak in zip(windows, peaks, strict=True))
     return Layouts(found)
 
 
