@@ -37,6 +37,7 @@ from spillway.planning.step_time import (
     parameter_loads,
     stored_bytes,
     update_loads,
+    update_seconds,
 )
 from spillway.planning.workload import Blocks, Streaming, Workload, chunk_parameters
 
@@ -121,6 +122,8 @@ class Bounds:
         states = plan(streamed_share=1.0), plan(nvme_share=1.0)
         self._paths = tuple(self._path(each) for each in (by_cpu, states[0], resident, states[1]))
         self._operations = [update_work(work, each).seconds(rates) for each in (resident, by_cpu)]
+        self._longest_update = sum(map(sum, self._paths)) / rates.duplex
+        self._longest_update += update_work(work, plan(nvme_share=1.0)).seconds(rates)
         spared = 0.0 if work.in_place else x * work.rank_parameters * work.shape.trained_bytes
         self._spared = (0.0, spared / rates.h2d, 0.0, spared / rates.dram, 0.0, 0.0)
         """Of streamed parameters new values do not go up."""
@@ -134,8 +137,8 @@ class Bounds:
         self._homes = host_home_bytes(work, streaming)
         stored = stored_bytes(work, replace(streaming, host=0, nvme=streaming.units))
         self._stored = stored / rates.dram + stored / rates.write
+        self._updates: dict[tuple[float, float, float], float] = {}
         self._spilling: dict[int, float] = {}
-        """Seconds that are added at most if all of so many moved blocks, and all homes, are on NVMe."""
         self.unwritten = max(0, self._homes - stored)
         """Of homes: frozen parameters on NVMe are not written."""
         self._beside: dict[tuple[int, int, int], tuple[int, int, int]] = {}
@@ -207,6 +210,8 @@ class Bounds:
             part = lacking / states
         lacking += others - least
         written = max(0.0, lacking - self.unwritten)
+        if spare and written and within == inf:
+            within = self._most(layout)
         if lacking > budget[Tier.NVME] or (spare and group.surely_wears_out(written, within)):
             return inf
         cpu, through, on_device, on_nvme = self._paths
@@ -221,20 +226,33 @@ class Bounds:
         seconds = self._total(layout, by_cpu + part * streamed, update, question.overlap, resident < 1.0)
         return group.priced(seconds, written, within)
 
-    def of_split(
-        self, layout: BlockLayout, optimizer: OptimizerPlan, update: float, *, spills: bool
-    ) -> tuple[float, float]:
-        """No candidate of `layout` with this split, which updates in `update` seconds, takes fewer, and none more."""
-        shares, moved = (optimizer.updated_by_cpu, update), layout.blocks.moved
+    def of_split(self, layout: BlockLayout, optimizer: OptimizerPlan, *, spills: bool) -> tuple[float, float]:
+        """No candidate of `layout` with this split takes fewer seconds, and none more. `spills`: some activations or
+        homes are on NVMe."""
+        split = optimizer.streamed_share, optimizer.resident_share, optimizer.nvme_share
+        if split not in self._updates:
+            self._updates[split] = update_seconds(self._group.work, self._rates, optimizer, self._group.streaming)
+        shares = optimizer.updated_by_cpu, self._updates[split]
         least = self._total(layout, *shares, optimizer.overlap, optimizer.offloads)
-        most = self._total(layout, *shares, "None", optimizer.offloads)
-        if spills and moved not in self._spilling:
-            layers, homes = layout.blocks.num_layers, self._group.streaming
+        if self._group.may_speculate:
+            return least, inf
+        return least, self._total(layout, *shares, "None", optimizer.offloads) + spills * self._spilled(layout)
+
+    def _most(self, layout: BlockLayout) -> float:
+        """No candidate of `layout` takes more seconds: with all on NVMe, and one path of the update after another."""
+        if self._group.may_speculate:
+            return inf
+        return self._total(layout, 1.0, self._longest_update, "None", True) + self._spilled(layout)
+
+    def _spilled(self, layout: BlockLayout) -> float:
+        """Seconds that are added at most if all moved blocks, and all homes, are on NVMe."""
+        moved, layers, homes = layout.blocks.moved, layout.blocks.num_layers, self._group.streaming
+        if moved not in self._spilling:
             on_nvme = Blocks(layers, nvme=moved), OptimizerPlan(), replace(homes, host=0, nvme=homes.units)
             in_host = Blocks(layers, host=moved), OptimizerPlan(), homes
-            most_of, least_of = (sum(passes_of(self._group.work, self._rates, *each)) for each in (on_nvme, in_host))
-            self._spilling[moved] = self._num_passes * (most_of - least_of) + self._stored
-        return least, most + (self._spilling[moved] if spills else 0.0)
+            most, least = (sum(passes_of(self._group.work, self._rates, *each)) for each in (on_nvme, in_host))
+            self._spilling[moved] = self._num_passes * (most - least) + self._stored
+        return self._spilling[moved]
 
     def _total(self, layout: BlockLayout, by_cpu: float, update: float, overlap: str, offloads: bool) -> float:
         of_blocks, x = self._blocks.of(layout.blocks.recomputed, layout.blocks.moved), self._forced

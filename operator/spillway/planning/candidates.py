@@ -29,7 +29,6 @@ from typing import Literal
 from spillway.api.training_job import TrainingJob
 from spillway.plan import OptimizerPlan, Order, Overlap, Policy, Prediction, Strategy, Tier, TierBytes
 from spillway.planning.bounds import Bounds
-from spillway.planning.compute_work import update_work
 from spillway.planning.footprint import (
     DevicePeak,
     accumulator_bytes,
@@ -52,12 +51,10 @@ from spillway.planning.step_time import (
     balanced_streamed_share,
     can_overlap,
     exchange_loads,
-    forward_loads,
     predict,
     rank_rates,
     speculative_window,
     update_loads,
-    update_seconds,
     update_threads,
 )
 from spillway.planning.workload import (
@@ -341,31 +338,17 @@ class CandidateGroup:
     def bounds(self) -> Bounds:
         return Bounds(self)
 
-    def seconds_of(self, layout: BlockLayout, optimizer: OptimizerPlan, *, spills: bool) -> tuple[float, float]:
-        """No candidate of this layout with this split takes fewer seconds, and none more. `spills`: some activations or
-        homes are on NVMe."""
-        shares = (optimizer.streamed_share, optimizer.resident_share, optimizer.nvme_share)
-        if shares not in self._updates:
-            self._updates[shares] = update_seconds(self.work, self.rates, optimizer, self.streaming)
-        least, most = self.bounds.of_split(layout, optimizer, self._updates[shares], spills=spills)
-        return least, inf if self.may_speculate else most
-
-    @cached_property
-    def _updates(self) -> dict[tuple[float, float, float], float]:
-        return {}
-
     @cached_property
     def exchange_seconds(self) -> float:
         """Between ranks, once a step: the same for every layout and split."""
         return exchange_loads(self.work, self.rates)[Resource.NETWORK]
 
-    def least_worn_share(self, written_bytes: float, within: float = inf) -> float:
-        """Of the limit of drive writes, what a step uses that writes so many bytes, even if it is the slowest one of
-        the group, or takes as long as `within`: what takes longer has lost already."""
-        if not self._worn_by_byte or (self.may_speculate and within == inf):
+    def least_worn_share(self, written_bytes: float, within: float) -> float:
+        """Of the limit of drive writes, what a step uses that writes so many bytes and takes `within` seconds or
+        less."""
+        if not self._worn_by_byte or within == inf:
             return 0.0
-        seconds = within if self.may_speculate else min(within, self.most_seconds)
-        return written_bytes * self._worn_by_byte * min(self._steps, SECONDS_PER_DAY / seconds)
+        return written_bytes * self._worn_by_byte * min(self._steps, SECONDS_PER_DAY / within)
 
     @cached_property
     def _worn_by_byte(self) -> float:
@@ -377,37 +360,13 @@ class CandidateGroup:
     def _steps(self) -> int:
         return self.question.job.spec.training.steps
 
-    def surely_wears_out(self, written_bytes: float, within: float = inf) -> bool:
+    def surely_wears_out(self, written_bytes: float, within: float) -> bool:
         return self.least_worn_share(written_bytes, within) > 1.0 + ROUNDING
 
     def priced(self, seconds: float, written_bytes: float, within: float) -> float:
         """At least, with what writes to the drives are worth (`Timed.priced_seconds`)."""
         worn = self.least_worn_share(written_bytes, within) / (1.0 + ROUNDING)
         return (1.0 + SPARED_SHARE * min(1.0, worn)) * seconds
-
-    @cached_property
-    def most_seconds(self) -> float:
-        """No step takes longer: all blocks recomputed and all moved, each path of the update, one after the other."""
-        work, rates, layers = self.work, self.rates, self.question.num_layers
-        streaming = replace(self.streaming, host=0, nvme=self.streaming.units)
-        chunk, none = chunk_parameters(work), {"cpu_share": 0.0, "resident_share": 0.0}
-        updates = [
-            OptimizerPlan.model_validate({**none, share: 1.0, "chunk_parameters": chunk})
-            for share in ("cpu_share", "streamed_share", "resident_share", "nvme_share")
-        ]
-        in_pass = sum(
-            sum(forward_loads(work, rates, blocks, streaming).values())
-            + max(sum(backward_loads(work, rates, blocks, each, streaming).values()) for each in updates)
-            for blocks in (Blocks(layers, recomputed=layers), Blocks(layers, nvme=layers))
-        )
-        if streaming.num_slots == 1:  # nothing runs beside a load
-            in_pass *= 2
-        update = sum(
-            sum(update_loads(work, rates, each, streaming).values()) / rates.duplex
-            + update_work(work, each).seconds(rates)
-            for each in updates
-        )
-        return work.num_micro_batches // work.alive(streaming) * in_pass + update + self.exchange_seconds
 
     # --- the optimizer's shares
 

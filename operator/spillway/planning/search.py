@@ -45,8 +45,6 @@ class Search:
     def __init__(self, question: Question, space: Sequence[CandidateGroup] | None = None) -> None:
         self.question = question
         self.groups = groups(question) if space is None else space
-        self._wearing: dict[tuple[int, float, float], bool] = {}
-        """By group and split: whether the drives wear out even with the fewest states on NVMe."""
 
     def within(self, budget: dict[Tier, int]) -> Search:
         """The same space under other budgets."""
@@ -93,12 +91,12 @@ class Search:
         """Those of `candidates` that fit every budget and spare the drives, with all that take up to `limit` seconds.
         Others are left out before their bytes and seconds are counted."""
         kept, others, needed = group.bounds.beside_states(layout)
-        for split in self._splits(group, layout, spare_drives=spare_drives):
+        for split in self._splits(group, layout):
             free = self.question.budget[Tier.HOST] - group.host_bytes_beside_homes(split) - kept
             if free < needed or (others > free and not self.question.budget[Tier.NVME]):
                 continue
             spilled = stored_states_bytes(group.work, split) + max(0, others - free - group.bounds.unwritten)
-            least, most = group.seconds_of(layout, split, spills=others > free)
+            least, most = group.bounds.of_split(layout, split, spills=others > free)
             if spare_drives and group.surely_wears_out(spilled, min(limit, most)):
                 continue
             if group.priced(least, spilled, limit) > ROUNDED * limit:
@@ -113,31 +111,16 @@ class Search:
             if not (spare_drives and choice.wears_out):
                 yield choice
 
-    def _splits(
-        self, group: CandidateGroup, layout: BlockLayout, *, spare_drives: bool = False
-    ) -> Iterator[OptimizerPlan]:
+    def _splits(self, group: CandidateGroup, layout: BlockLayout) -> Iterator[OptimizerPlan]:
         for optimizer in group.optimizers(self.question.budget[Tier.DEVICE] - layout.peak.total):
-            yield from self._splits_of(group, layout, optimizer, spare_drives=spare_drives)
+            yield from self._splits_of(group, layout, optimizer)
 
     def _splits_of(
-        self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan, *, spare_drives: bool = False
+        self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan
     ) -> Iterator[OptimizerPlan]:
         yield optimizer
-        question = self.question
-        may_spill = question.placement == "Auto" and optimizer.offloads and question.budget[Tier.NVME]
-        if may_spill and not (spare_drives and self._least_spill_wears_out(group, optimizer)):
+        if self.question.placement == "Auto" and optimizer.offloads and self.question.budget[Tier.NVME]:
             yield from self._between_host_and_nvme(group, layout, optimizer)
-
-    def _least_spill_wears_out(self, group: CandidateGroup, optimizer: OptimizerPlan) -> bool:
-        """With as few states on NVMe as host memory allows that holds nothing else."""
-        key = (id(group), optimizer.streamed_share, optimizer.resident_share)
-        if key not in self._wearing:
-            host_bytes, wears_out = self.question.budget[Tier.HOST], False
-            if group.host_bytes_beside_homes(optimizer) > host_bytes:
-                least = group.spilled(optimizer, self._least_spilled(group, optimizer, host_bytes))
-                wears_out = group.surely_wears_out(stored_states_bytes(group.work, least))
-            self._wearing[key] = wears_out
-        return self._wearing[key]
 
     def _between_host_and_nvme(
         self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan

@@ -40,7 +40,7 @@ def test_bounds_hold_for_every_candidate_that_fits(seed: int) -> None:
                     continue
                 choice = timed(search.question, one)
                 spills = bool(one.blocks.nvme or one.streaming.nvme)
-                least, most = group.seconds_of(layout, one.optimizer, spills=spills)
+                least, most = group.bounds.of_split(layout, one.optimizer, spills=spills)
                 assert least <= choice.seconds * (1 + 1e-9)
                 assert choice.seconds <= most * (1 + 1e-9)
                 assert choice.wears_out or bound <= choice.priced_seconds * (1 + 1e-9)
