@@ -911,8 +911,8 @@ def test_a_very_deep_model_is_planned_in_seconds(changes: dict[str, Any], monkey
     monkeypatch.setattr(Search, "_settled", settled)
     monkeypatch.setattr(Bounds, "seconds", bounded)
     make_plan(job({"spec.model.config.numLayers": 1024} | changes), LOCAL)
-    assert 1000 < tried["settled"] < 120_000
-    assert 100 < tried["bounded"] < 30_000
+    assert 0 < tried["settled"] < 20_000
+    assert 0 < tried["bounded"] < 60_000
 
 
 def test_more_host_memory_never_makes_the_fastest_plan_slower() -> None:
