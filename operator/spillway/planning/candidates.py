@@ -23,17 +23,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from math import ceil, floor, isqrt
+from math import ceil, floor, inf, isqrt
 from typing import Literal
 
 from spillway.api.training_job import TrainingJob
 from spillway.plan import OptimizerPlan, Order, Overlap, Policy, Prediction, Strategy, Tier, TierBytes
-from spillway.planning.compute_work import update_work
+from spillway.planning.bounds import Bounds
 from spillway.planning.footprint import (
     DevicePeak,
     accumulator_bytes,
     device_bytes,
-    device_peak,
+    device_peaks,
     forced_share,
     host_bytes,
     host_home_bytes,
@@ -51,15 +51,10 @@ from spillway.planning.step_time import (
     balanced_streamed_share,
     can_overlap,
     exchange_loads,
-    forward_loads,
-    least_update_seconds,
-    pass_seconds,
-    phase_seconds,
     predict,
     rank_rates,
     speculative_window,
     update_loads,
-    update_seconds,
     update_threads,
 )
 from spillway.planning.workload import (
@@ -260,6 +255,25 @@ class BlockLayout:
     peak: DevicePeak
 
 
+class Layouts(tuple[BlockLayout, ...]):
+    """Of a model, in one order of micro-batches; groups share them."""
+
+    @cached_property
+    def least(self) -> DevicePeak:
+        return min((layout.peak for layout in self), key=lambda peak: peak.total)
+
+    @cached_property
+    def rows(self) -> list[tuple[BlockLayout, list[int]]]:
+        """Numbers of layouts with equally many moved blocks and one window, and what none of these undercuts."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, layout in enumerate(self):
+            found.setdefault((layout.blocks.moved, layout.window_bytes), []).append(number)
+        return [
+            (BlockLayout(replace(self[row[0]].blocks, recomputed=0), window, Layouts(self[n] for n in row).least), row)
+            for (_, window), row in found.items()
+        ]
+
+
 @dataclass(frozen=True)
 class CandidateGroup:
     """Candidates with the same strategy, the same streamed parameters (homes not yet divided among tiers), and either
@@ -268,7 +282,7 @@ class CandidateGroup:
     question: Question
     work: Workload
     streaming: Streaming
-    layouts: Sequence[BlockLayout]
+    layouts: Layouts
     rates: Rates
 
     @cached_property
@@ -285,6 +299,11 @@ class CandidateGroup:
         if self.question.placement == "Interleaved":
             return min(max(balanced, FORCED_SHARE), 1.0 - FORCED_SHARE)
         return balanced
+
+    @cached_property
+    def least(self) -> BlockLayout:
+        """What no layout undercuts: the seconds of keeping everything, the device bytes of the one that needs least."""
+        return BlockLayout(Blocks(self.question.num_layers), 0, self.layouts.least)
 
     @cached_property
     def least_device_bytes(self) -> int:
@@ -313,114 +332,41 @@ class CandidateGroup:
             self._host_bytes[shares] = held - host_home_bytes(self.work, self.streaming)
         return self._host_bytes[shares]
 
-    # --- what no candidate can beat
-
-    def bound(self, layout: BlockLayout, free_bytes: int) -> float:
-        """No candidate of this layout takes fewer seconds. Loads are linear in the shares, so their ends bound them."""
-        return self._with_update(layout, self.least_update_seconds(free_bytes), self.question.overlap)
-
-    def bound_of(self, layout: BlockLayout, optimizer: OptimizerPlan) -> float:
-        """No candidate of this layout with this split takes fewer seconds."""
-        shares = (optimizer.streamed_share, optimizer.resident_share, optimizer.nvme_share)
-        if shares not in self._updates:
-            self._updates[shares] = update_seconds(self.work, self.rates, optimizer, self.streaming)
-        return self._with_update(layout, self._updates[shares], optimizer.overlap)
-
-    def _with_update(self, layout: BlockLayout, update: float, overlap: str) -> float:
-        in_passes, in_forward = self._least_in_passes(layout)
-        if overlap != "None" and not self.rates.copies_use_cores:  # one pass of forward may hide it
-            update = max(0.0, update - in_forward)
-        if self.may_speculate:
-            update = 0.0
-        return in_passes + update + self.exchange_seconds
+    # --- what no candidate can beat, and what none exceeds
 
     @cached_property
-    def _updates(self) -> dict[tuple[float, float, float], float]:
-        return {}
-
-    def _least_in_passes(self, layout: BlockLayout) -> tuple[float, float]:
-        """Seconds of all passes, and of one forward, whatever the budgets are."""
-        if layout not in self._bounds:
-            work, streaming = self.work, self.streaming
-            ends = (
-                OptimizerPlan(cpu_share=self.forced, resident_share=1.0 - self.forced),
-                OptimizerPlan(cpu_share=1.0, resident_share=0.0),
-            )
-            forward = forward_loads(work, self.rates, layout.blocks, streaming)
-            lines = [backward_loads(work, self.rates, layout.blocks, end, streaming) for end in ends]
-            backward = {resource: min(line[resource] for line in lines) for resource in lines[0]}
-            overlapped = layout.window_bytes > 0 or not layout.blocks.moved
-            num_passes = work.num_micro_batches // work.alive(streaming)
-            passes = num_passes * pass_seconds(work, self.rates, forward, backward, streaming, overlapped)
-            self._bounds[layout] = passes, phase_seconds(forward, self.rates, overlapped)
-        return self._bounds[layout]
-
-    @cached_property
-    def _bounds(self) -> dict[BlockLayout, tuple[float, float]]:
-        return _bounds_of(self.work, self.rates, self.streaming)
+    def bounds(self) -> Bounds:
+        return Bounds(self)
 
     @cached_property
     def exchange_seconds(self) -> float:
         """Between ranks, once a step: the same for every layout and split."""
         return exchange_loads(self.work, self.rates)[Resource.NETWORK]
 
-    def least_update_seconds(self, free_bytes: int) -> float:
-        """No split of the optimizer that fits in `free_bytes` of the device is faster: what is not resident takes its
-        part of the fastest update with nothing resident, and what is forced on the CPU its part there."""
-        on_cpu, not_resident = self._update_seconds
-        if self.question.placement == "Device":
-            return self.forced * on_cpu
-        resident = 0.0
-        if self.question.placement == "Auto":
-            left = free_bytes - self.least_device_bytes
-            states = states_bytes_per_parameter(self.work, on_cpu=False) * self.work.rank_parameters
-            resident = min(1.0 - self.forced, left / max(1, states))
-        # Shares of updates without streaming are proportional to their seconds; with it, less goes up, which spares the
-        # link and host memory.
-        not_sent = self.forced * self.work.rank_parameters * self.work.shape.trained_bytes
-        spared = not_sent / min(self.rates.h2d * self.rates.duplex, self.rates.dram)
-        return max(self.forced * on_cpu, (1.0 - resident) * not_resident - spared)
+    def least_worn_share(self, written_bytes: float, within: float) -> float:
+        """Of the limit of drive writes, what a step uses that writes so many bytes and takes `within` seconds or
+        less."""
+        if not self._worn_by_byte or within == inf:
+            return 0.0
+        return written_bytes * self._worn_by_byte * min(self._steps, SECONDS_PER_DAY / within)
 
     @cached_property
-    def _update_seconds(self) -> tuple[float, float]:
-        """Of all parameters: by the CPU alone, which must have its own part; and by CPU and device at their best."""
-        on_cpu = update_loads(self.work, self.rates, OptimizerPlan(cpu_share=1.0, resident_share=0.0), self.streaming)
-        return on_cpu[Resource.CPU], least_update_seconds(self.work, self.rates)
-
-    # --- what no candidate exceeds
-
-    def surely_wears_out(self, written_bytes: float) -> bool:
-        """Whether a step that writes so many bytes wears the drives out even if it is the slowest one of the group."""
-        question = self.question
-        capacity, limit = question.drives.capacity_bytes, question.most_writes_per_day
-        if limit is None or not capacity or self.may_speculate:
-            return False
-        per_day = written_bytes * min(question.job.spec.training.steps, SECONDS_PER_DAY / self.most_seconds)
-        return per_day / capacity > limit * (1.0 + ROUNDING)
+    def _worn_by_byte(self) -> float:
+        """Of a day's limit; 0: there is none."""
+        capacity, limit = self.question.drives.capacity_bytes, self.question.most_writes_per_day
+        return 0.0 if limit is None or not capacity else 1.0 / capacity / limit
 
     @cached_property
-    def most_seconds(self) -> float:
-        """No step takes longer: all blocks recomputed and all moved, each path of the update, one after the other."""
-        work, rates, layers = self.work, self.rates, self.question.num_layers
-        streaming = replace(self.streaming, host=0, nvme=self.streaming.units)
-        chunk, none = chunk_parameters(work), {"cpu_share": 0.0, "resident_share": 0.0}
-        updates = [
-            OptimizerPlan.model_validate({**none, share: 1.0, "chunk_parameters": chunk})
-            for share in ("cpu_share", "streamed_share", "resident_share", "nvme_share")
-        ]
-        in_pass = sum(
-            sum(forward_loads(work, rates, blocks, streaming).values())
-            + max(sum(backward_loads(work, rates, blocks, each, streaming).values()) for each in updates)
-            for blocks in (Blocks(layers, recomputed=layers), Blocks(layers, nvme=layers))
-        )
-        if streaming.num_slots == 1:  # nothing runs beside a load
-            in_pass *= 2
-        update = sum(
-            sum(update_loads(work, rates, each, streaming).values()) / rates.duplex
-            + update_work(work, each).seconds(rates)
-            for each in updates
-        )
-        return work.num_micro_batches // work.alive(streaming) * in_pass + update + self.exchange_seconds
+    def _steps(self) -> int:
+        return self.question.job.spec.training.steps
+
+    def surely_wears_out(self, written_bytes: float, within: float) -> bool:
+        return self.least_worn_share(written_bytes, within) > 1.0 + ROUNDING
+
+    def priced(self, seconds: float, written_bytes: float, within: float) -> float:
+        """At least, with what writes to the drives are worth (`Timed.priced_seconds`)."""
+        worn = self.least_worn_share(written_bytes, within) / (1.0 + ROUNDING)
+        return (1.0 + SPARED_SHARE * min(1.0, worn)) * seconds
 
     # --- the optimizer's shares
 
@@ -448,13 +394,38 @@ class CandidateGroup:
     def _partly_resident(self, free_bytes: int) -> Iterator[OptimizerPlan]:
         """The largest resident share that fits: device bytes grow linearly with it."""
         for ratio in dict.fromkeys((self.ratio, 0.0)):
-            none, some = self.split(ratio, 0.0), self.split(ratio, 0.5)
-            left = free_bytes - self.optimizer_device_bytes(some)
-            share = min(0.5 + left / self._device_bytes_per_share(ratio), LARGEST_PARTLY_RESIDENT_SHARE)
+            none, share = self.split(ratio, 0.0), self._resident_part(ratio, free_bytes)
             if share > LEAST_RESIDENT_SHARE and self._fits(none, free_bytes):
                 found = self.split(ratio, share)
                 if self._fits(found, free_bytes):
                     yield found
+
+    def _resident_part(self, ratio: float, free_bytes: int) -> float:
+        if ratio not in self._halves:
+            half = self.optimizer_device_bytes(self.split(ratio, 0.5))
+            self._halves[ratio] = half, self._device_bytes_per_share(ratio)
+        half, each = self._halves[ratio]
+        return min(0.5 + (free_bytes - half) / each, LARGEST_PARTLY_RESIDENT_SHARE)
+
+    @cached_property
+    def _halves(self) -> dict[float, tuple[int, float]]:
+        return {}
+
+    def most_resident(self, free_bytes: int) -> Iterator[tuple[float, float]]:
+        """Of `optimizers`: g / (c + g) and the largest resident share; also 0, where less might be faster."""
+        placement, free = self.question.placement, 1.0 - self.forced
+        if placement == "Device" or (placement == "Auto" and self._fits(self.split(0.0, 1.0), free_bytes)):
+            yield 0.0, free
+        elif placement in ("Host", "Nvme"):
+            yield 0.0, 0.0
+        elif placement == "Interleaved":
+            yield self.ratio, 0.0
+        else:
+            for ratio in dict.fromkeys((self.ratio, 0.0)):
+                part = max(0.0, self._resident_part(ratio, free_bytes))
+                yield ratio, part * free
+                if part and not self.bounds.prefers_device(ratio):
+                    yield ratio, 0.0
 
     def _device_bytes_per_share(self, ratio: float) -> float:
         """Device bytes that one more resident share costs: its states, and the accumulators that leave the CPU."""
@@ -561,12 +532,6 @@ class CandidateGroup:
         return optimizer.model_copy(update={"speculative_parameters": window})
 
 
-@lru_cache(maxsize=256)
-def _bounds_of(work: Workload, rates: Rates, streaming: Streaming) -> dict[BlockLayout, tuple[float, float]]:
-    """Filled by the groups: alternatives and other budgets ask about the same passes."""
-    return {}
-
-
 def groups(question: Question) -> list[CandidateGroup]:
     """The same for every budget but for the optimizer's resident share, which grows with it: more memory never gives a
     slower plan."""
@@ -646,7 +611,7 @@ def _strategies(question: Question) -> tuple[Strategy, ...]:
     return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)
 
 
-def _layouts(question: Question, work: Workload, streaming: Streaming, max_groups: int) -> tuple[BlockLayout, ...]:
+def _layouts(question: Question, work: Workload, streaming: Streaming, max_groups: int) -> Layouts:
     """Two windows: a whole block, so that its copy overlaps the next block's forward; or none, for the tightest
     budgets. The same for every strategy."""
     same = _shared(replace(workload(question, "Ddp"), lean=work.lean))
@@ -654,18 +619,19 @@ def _layouts(question: Question, work: Workload, streaming: Streaming, max_group
 
 
 @lru_cache(maxsize=32)
-def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: int) -> tuple[BlockLayout, ...]:
+def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: int) -> Layouts:
     layers = work.shape.num_layers
-    found = []
+    found = list[BlockLayout]()
     # Each layout costs time for every kind of block: models whose blocks all differ have fewer layouts.
     max_groups = max(LEAST_GROUPS, min(max_groups, isqrt(MOST_RUNS_LOOKED_AT // max(1, len(work.runs)))))
     for recomputed, moved in _block_counts(layers, policy, max_groups):
         if work.lean and recomputed == layers:
             continue  # nothing is rebuilt
         blocks = Blocks(layers, recomputed=recomputed, host=moved)
-        for window_bytes in (work.largest_block.moved, 0) if moved else (0,):
-            found.append(BlockLayout(blocks, window_bytes, device_peak(work, blocks, window_bytes, streaming)))
-    return tuple(found)
+        windows = (work.largest_block.moved, 0) if moved else (0,)
+        peaks = device_peaks(work, blocks, windows, streaming)
+        found += (BlockLayout(blocks, window, peak) for window, peak in zip(windows, peaks, strict=True))
+    return Layouts(found)
 
 
 def _block_counts(layers: int, policy: str, max_groups: int) -> Iterator[tuple[int, int]]:

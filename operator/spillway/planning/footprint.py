@@ -8,7 +8,7 @@ forward and backward are. docs/planning.md writes the rows down as formulas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -283,7 +283,14 @@ class DevicePeak:
 
 
 def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: Streaming = RESIDENT) -> DevicePeak:
-    """Peak over forward and backward.
+    """Peak over forward and backward."""
+    return device_peaks(work, blocks, (window_bytes,), streaming)[0]
+
+
+def device_peaks(
+    work: Workload, blocks: Blocks, windows_bytes: Sequence[int], streaming: Streaming = RESIDENT
+) -> list[DevicePeak]:
+    """Peak over forward and backward, for each window.
 
     An event sweep, not a sum: kept activations of late blocks are gone when spilled ones of early blocks come back.
     Where equal blocks with equal answers follow one another the bytes rise or fall steadily: the ends are looked at.
@@ -310,7 +317,7 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
             kept, moving = (block.held - block.moved, block.moved + copies) if moves else (block.held + copies, 0)
             now, workspace = block.saved + copies, block.forward
         others = (count - 1) * alive + alive - 1
-        in_flight = min(window_bytes, moving if others else previous)
+        in_flight = moving if others else previous
         forward.append((resident + others * kept + now, in_flight, workspace))
         # What is rebuilt comes back piece by piece; all of it at once is the most that this can take.
         again, workspace = block.rebuilt, block.backward
@@ -323,7 +330,7 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
             backward.append((resident + again, 2 * moving, workspace))
         previous = moving
     head = resident + tokens * shape.head.saved_bytes_per_token + LOSS_BYTES
-    forward.append((head, min(window_bytes, previous), tokens * shape.head.forward_workspace_bytes))
+    forward.append((head, previous, tokens * shape.head.forward_workspace_bytes))
     workspace, logits = tokens * shape.head.backward_workspace_bytes, 0
     if work.on_cuda:
         # Where the head's logits lay in the compute type no block of float32 fits.
@@ -333,16 +340,20 @@ def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: St
     backward.append((head, previous, workspace))
     # Copies have the forward of the next block to leave in. Where they are later than that, or on their way out beside
     # what comes back, whoever would go beyond the plan waits for them (DeviceLedger).
-    events = [*forward, *backward]
-    activations, buffers, _ = max(events, key=lambda event: event[0] + event[1])
-    fullest = max(map(sum, events))
-    holes = max(0, sum(backward[-1]) + logits - fullest)
+    around = 0
     if work.on_cuda:
         # Storages come back into other places than they left; and when the gradients of the micro-batch before are
         # gone, what the next one has allocated since lies around them.
         moved, gradients = 2 * work.largest_block.moved, transient_gradient_bytes(work)
-        holes += max(moved * (blocks.moved > 0), gradients * (work.num_micro_batches > 1))
-    return DevicePeak(activations, buffers, fullest - activations - buffers, holes)
+        around = max(moved * (blocks.moved > 0), gradients * (work.num_micro_batches > 1))
+    found = []
+    for window_bytes in windows_bytes:
+        events = [(held, min(window_bytes, in_flight), space) for held, in_flight, space in forward] + backward
+        activations, buffers, _ = max(events, key=lambda event: event[0] + event[1])
+        fullest = max(map(sum, events))
+        holes = max(0, sum(backward[-1]) + logits - fullest) + around
+        found.append(DevicePeak(activations, buffers, fullest - activations - buffers, holes))
+    return found
 
 
 def _intervals(work: Workload, blocks: Blocks) -> Iterator[tuple[Policy, BlockBytes, int]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from operator import itemgetter
 
 from spillway.plan import OptimizerPlan, Order, Policy, Strategy, Tier, TierBytes
+from spillway.planning.bounds import ROUNDED
 from spillway.planning.candidates import (
-    _NO_ACTIVATIONS,
     _WEIGHTS,
     ROUNDING,
     TIE,
@@ -43,43 +44,41 @@ class Search:
 
     def __init__(self, question: Question, space: Sequence[CandidateGroup] | None = None) -> None:
         self.question = question
-        self._space = groups(question) if space is None else space
-        self._wearing: dict[tuple[int, float, float], bool] = {}
-        """By group and split: whether the drives wear out even with the fewest states on NVMe."""
+        self.groups = groups(question) if space is None else space
 
     def within(self, budget: dict[Tier, int]) -> Search:
         """The same space under other budgets."""
-        return Search(replace(self.question, budget=budget), self._space)
+        return Search(replace(self.question, budget=budget), self.groups)
 
     def of_strategy(self, strategy: Strategy) -> Search:
-        return Search(self.question, [group for group in self._space if group.work.strategy == strategy])
+        return Search(self.question, [group for group in self.groups if group.work.strategy == strategy])
 
     def not_in(self, order: Order) -> Search:
         """Only what is streamed in the other order of micro-batches."""
         return Search(
             self.question,
-            [group for group in self._space if group.streaming.units and group.streaming.order != order],
+            [group for group in self.groups if group.streaming.units and group.streaming.order != order],
         )
 
     def visited_once(self) -> Search:
         """Only what loads no segment once a micro-batch: what does not stream, and weight-stationary."""
         return Search(
             self.question,
-            [group for group in self._space if not group.streaming.units or group.streaming.order != "InOrder"],
+            [group for group in self.groups if not group.streaming.units or group.streaming.order != "InOrder"],
         )
 
     @property
     def is_empty(self) -> bool:
         """What the question forces excludes itself."""
-        return not self._space
+        return not self.groups
 
     @property
     def strategies(self) -> list[Strategy]:
-        return list(dict.fromkeys(group.work.strategy for group in self._space))
+        return list(dict.fromkeys(group.work.strategy for group in self.groups))
 
     def all_candidates(self) -> Iterator[Candidate]:
         """The plain reference of what follows: every candidate, also those that do not fit."""
-        for group in self._space:
+        for group in self.groups:
             for layout in group.layouts:
                 yield from self.candidates(group, layout)
 
@@ -91,48 +90,37 @@ class Search:
     ) -> Iterator[Timed]:
         """Those of `candidates` that fit every budget and spare the drives, with all that take up to `limit` seconds.
         Others are left out before their bytes and seconds are counted."""
-        for split in self._splits(group, layout, spare_drives=spare_drives):
-            if group.host_bytes_beside_homes(split) > self.question.budget[Tier.HOST]:
+        kept, others, needed = group.bounds.beside_states(layout)
+        for split in self._splits(group, layout):
+            free = self.question.budget[Tier.HOST] - group.host_bytes_beside_homes(split) - kept
+            if free < needed or (others > free and not self.question.budget[Tier.NVME]):
                 continue
-            if limit < inf and group.bound_of(layout, split) > limit:
+            spilled = stored_states_bytes(group.work, split) + max(0, others - free - group.bounds.unwritten)
+            least, most = group.bounds.of_split(layout, split, spills=others > free)
+            if spare_drives and group.surely_wears_out(spilled, min(limit, most)):
                 continue
-            if spare_drives and group.surely_wears_out(stored_states_bytes(group.work, split)):
+            if group.priced(least, spilled, limit) > ROUNDED * limit:
                 continue
             one = self._candidate(group, layout, split)
             if one.missing:
                 continue
             written = written_bytes(one.work, one.optimizer, one.blocks, one.streaming)
-            if spare_drives and group.surely_wears_out(written):
+            if spare_drives and group.surely_wears_out(written, limit):
                 continue
             choice = timed(self.question, one)
             if not (spare_drives and choice.wears_out):
                 yield choice
 
-    def _splits(
-        self, group: CandidateGroup, layout: BlockLayout, *, spare_drives: bool = False
-    ) -> Iterator[OptimizerPlan]:
+    def _splits(self, group: CandidateGroup, layout: BlockLayout) -> Iterator[OptimizerPlan]:
         for optimizer in group.optimizers(self.question.budget[Tier.DEVICE] - layout.peak.total):
-            yield from self._splits_of(group, layout, optimizer, spare_drives=spare_drives)
+            yield from self._splits_of(group, layout, optimizer)
 
     def _splits_of(
-        self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan, *, spare_drives: bool = False
+        self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan
     ) -> Iterator[OptimizerPlan]:
         yield optimizer
-        question = self.question
-        may_spill = question.placement == "Auto" and optimizer.offloads and question.budget[Tier.NVME]
-        if may_spill and not (spare_drives and self._least_spill_wears_out(group, optimizer)):
+        if self.question.placement == "Auto" and optimizer.offloads and self.question.budget[Tier.NVME]:
             yield from self._between_host_and_nvme(group, layout, optimizer)
-
-    def _least_spill_wears_out(self, group: CandidateGroup, optimizer: OptimizerPlan) -> bool:
-        """With as few states on NVMe as host memory allows that holds nothing else."""
-        key = (id(group), optimizer.streamed_share, optimizer.resident_share)
-        if key not in self._wearing:
-            host_bytes, wears_out = self.question.budget[Tier.HOST], False
-            if group.host_bytes_beside_homes(optimizer) > host_bytes:
-                least = group.spilled(optimizer, self._least_spilled(group, optimizer, host_bytes))
-                wears_out = group.surely_wears_out(stored_states_bytes(group.work, least))
-            self._wearing[key] = wears_out
-        return self._wearing[key]
 
     def _between_host_and_nvme(
         self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan
@@ -164,59 +152,68 @@ class Search:
 
     def choices(self, *, spare_drives: bool = True) -> list[Timed]:
         """Those that fit every budget and spare the drives, and among them all that `best` could choose."""
-        found: list[Timed] = []
-        limit = inf
+        found = list[tuple[tuple[int, int], Timed]]()
+        limit, budget = inf, self.question.budget
 
-        def look_at(group: CandidateGroup, layout: BlockLayout) -> None:
+        def bound(group: CandidateGroup, layout: BlockLayout) -> float:
+            return group.bounds.seconds(layout, budget, limit, spare=spare_drives) / ROUNDED
+
+        def look_at(index: int, group: CandidateGroup) -> None:
+            """Best first: rows of layouts, and their layouts where a row may have a better one."""
             nonlocal limit
-            for choice in self._fitting(group, layout, spare_drives=spare_drives, limit=limit):
-                found.append(choice)
-                limit = min(limit, TIE * choice.priced_seconds)
+            waiting = [(bound(group, least), row, -1) for row, (least, _) in enumerate(group.layouts.rows)]
+            heapify(waiting)
+            while waiting and waiting[0][0] <= limit and waiting[0][0] < inf:
+                _, row, number = heappop(waiting)
+                layout, numbers = (group.layouts[number], []) if number >= 0 else group.layouts.rows[row]
+                if bound(group, layout) > limit:  # which was another one
+                    continue
+                for each in numbers:
+                    heappush(waiting, (bound(group, group.layouts[each]), row, each))
+                for choice in (
+                    self._fitting(group, layout, spare_drives=spare_drives, limit=limit) if number >= 0 else ()
+                ):
+                    found.append(((index, number), choice))
+                    limit = min(limit, TIE * choice.priced_seconds)
 
-        room = self.question.budget[Tier.DEVICE]
-        everything_kept = BlockLayout(Blocks(self.question.num_layers), 0, _NO_ACTIVATIONS)
-        by_bound = sorted(((group.bound(everything_kept, room), group) for group in self._space), key=itemgetter(0))
-        for least, group in by_bound:
-            if least > limit:
-                break
-            if self._cannot_fit(group):
-                continue
-            fitting = [layout for layout in group.layouts if group.least_device_bytes + layout.peak.total <= room]
-            bounds = ((group.bound(layout, room - layout.peak.total), layout) for layout in fitting)
-            for bound, layout in sorted(bounds, key=itemgetter(0)):
-                if bound > limit:
-                    break
-                look_at(group, layout)
-        return found
+        for _, index in sorted((bound(group, group.least), index) for index, group in self._possible()):
+            if bound(self.groups[index], self.groups[index].least) <= limit:
+                look_at(index, self.groups[index])
+        return [choice for _, choice in sorted(found, key=itemgetter(0))]
 
     def fits(self) -> bool:
         """Whether any candidate fits every budget and spares the drives."""
         room = self.question.budget[Tier.DEVICE]
-        lean = {(group.work.strategy, group.streaming) for group in self._space if group.work.lean}
-        for group in self._space:
-            if self._cannot_fit(group):
-                continue
+        lean = {(group.work.strategy, group.streaming) for group in self.groups if group.work.lean}
+        for _, group in self._possible():
             has_twin = not group.work.lean and (group.work.strategy, group.streaming) in lean
             for layout in group.layouts:
                 if has_twin and layout.blocks.recomputed < layout.blocks.num_layers:
                     continue  # its lean twin needs no more of anything
-                if group.least_device_bytes + layout.peak.total <= room and any(self._fitting(group, layout)):
+                if group.least_device_bytes + layout.peak.total > room:
+                    continue
+                if group.bounds.seconds(layout, self.question.budget, spare=True) == inf:
+                    continue
+                if any(True for _ in self._fitting(group, layout)):
                     return True
         return False
 
-    def _cannot_fit(self, group: CandidateGroup) -> bool:
-        """Not even what needs least on the device, with all homes on NVMe and no activation in host memory."""
-        budget, least = self.question.budget, min(layout.peak.total for layout in group.layouts)
-        if group.least_device_bytes + least > budget[Tier.DEVICE] or group.least_host_bytes > budget[Tier.HOST]:
-            return True
-        splits = group.optimizers(budget[Tier.DEVICE] - least)
-        return all(group.least_host_bytes_of(split) > budget[Tier.HOST] for split in splits)
+    def _possible(self) -> Iterator[tuple[int, CandidateGroup]]:
+        """Groups of which what needs least on the device might fit, with all homes on NVMe and no activation in host
+        memory."""
+        budget = self.question.budget
+        for index, group in enumerate(self.groups):
+            left = budget[Tier.DEVICE] - group.least.peak.total
+            if group.least_device_bytes > left or group.least_host_bytes > budget[Tier.HOST]:
+                continue
+            if any(group.least_host_bytes_of(split) <= budget[Tier.HOST] for split in group.optimizers(left)):
+                yield index, group
 
     def nearest_miss(self) -> Candidate:
         """The one that lacks least."""
         budget, found = self.question.budget, list[Candidate]()
         bounds = []
-        for group in self._space:
+        for group in self.groups:
             host = _WEIGHTS[Tier.HOST] * max(0, group.least_host_bytes - budget[Tier.HOST])
             for layout in group.layouts:
                 needed = group.least_device_bytes + layout.peak.total - budget[Tier.DEVICE]
