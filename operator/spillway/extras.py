@@ -15,9 +15,12 @@ EXTRAS = {
     "operator": ("kubernetes",),
     "hf": ("transformers", "peft"),
     "fetch": ("s3fs", "aiohttp"),
+    "trackers": ("tensorboardx", "mlflow-skinny", "wandb"),
     "deepspeed": ("deepspeed",),
 }
-"""Extra of pyproject.toml -> modules that it brings; a module is named as its distribution."""
+"""Extra of pyproject.toml -> distributions that it brings."""
+_MODULES = {"tensorboardx": "tensorboardX", "mlflow-skinny": "mlflow"}
+"""Of distributions that are not named as their module."""
 
 
 def install_command(extra: str) -> str:
@@ -26,13 +29,15 @@ def install_command(extra: str) -> str:
 
 def need(extra: str) -> None:
     """Raises UserError where it is not installed."""
-    if absent := [name for name in EXTRAS[extra] if find_spec(name.replace("-", "_")) is None]:
+    if absent := [name for name in EXTRAS[extra] if find_spec(_MODULES.get(name, name.replace("-", "_"))) is None]:
         raise UserError(f"this needs the extra [{extra}] ({', '.join(absent)} missing): {install_command(extra)}")
 
 
 def need_for(spec: TrainingJobSpec, num_ranks: int) -> None:
     """What training a job, or each of its members, takes."""
     need("trainer")
+    if spec.tracking is not None:
+        need("trackers")
     for one in solo_specs(spec):
         if one.model.entrypoint is None and not one.model.is_own_llama:
             need("hf")

@@ -27,7 +27,8 @@ from .ending import completed, ending_of, write_termination
 from .kernels import native
 from .ranks import World
 from .reporting.recorder import Recorder, refusals
-from .run_job import run_job
+from .reporting.trackers import Trackers
+from .run_job import report, run_job
 from .sweep.attempt import open_sweep_recorder, run_sweep
 from .trainer import RunProgress, StopRequest
 
@@ -55,15 +56,19 @@ def attempt(job: JobFile, read_plan: Callable[[], MemoryPlan]) -> int:
     native.return_freed_memory()
     stop, progress, world = StopRequest(), RunProgress(), World()
     recorder: Recorder | None = None
+    trackers: Trackers | None = None
     try:
         stop.listen()
         world = World.of(os.environ)
-        if job.spec.members:
-            recorder = sweep_recorder = open_sweep_recorder(job)
-            ending = completed(run_sweep(job, read_plan(), sweep_recorder, progress, stop, world))
+        sweep_recorder = open_sweep_recorder(job) if job.spec.members else None
+        recorder = sweep_recorder or open_recorder(Path(job.output_directory), world)
+        plan = read_plan()
+        if world.is_first:
+            trackers = Trackers(job, plan, report)
+        if sweep_recorder is not None:
+            ending = completed(run_sweep(job, plan, sweep_recorder, progress, stop, world))
         else:
-            recorder = open_recorder(Path(job.output_directory), world)
-            ending = completed(run_job(job, read_plan(), recorder, progress, stop, world))
+            ending = completed(run_job(job, plan, recorder, progress, stop, world))
     except BaseException as error:  # also Ctrl-C and what a lane threw
         stop.at_once = False  # no call: SIGTERM, which must not end what follows, would be heard on its way
         ending = ending_of(error)
@@ -74,6 +79,8 @@ def attempt(job: JobFile, read_plan: Callable[[], MemoryPlan]) -> int:
     with suppress(UserError):  # the disk that refuses a line may be what ended the attempt
         if recorder is not None:
             recorder.end(progress.step, ending.reason, ending.exit_code, ending.message)
+    if trackers is not None:
+        trackers.close(ending.exit_code)
     print(f"{ending.reason}: {ending.message}", flush=True)
     return ending.exit_code
 

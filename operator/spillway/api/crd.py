@@ -53,6 +53,7 @@ from spillway.api.pod import ASSIGNED_BY_CLUSTER, FIXED_WITHOUT_PLAN, REQUESTED_
 from spillway.api.profiles import MemoryProfileSpec, MemoryProfileStatus, NodeProfileSpec
 from spillway.api.rejections import NOT_YET
 from spillway.api.status import TrainingJobStatus
+from spillway.api.tracking import ONE_TRACKER
 from spillway.api.training import Training
 from spillway.api.training_job import TrainingJobSpec
 from spillway.update_rules import RULE_FIELDS, UpdateRule
@@ -429,6 +430,7 @@ JOB_RULES: dict[str, list[Schema]] = {
             "self",
         )
     ],
+    "spec.tracking": [_rule("has(self.tensorBoard) || has(self.mlflow) || has(self.wandb)", ONE_TRACKER)],
     "spec.managedBy": [_immutable_text("TrainingJob")],
 }
 """CEL by field; transition rules see the stored object as oldSelf"""

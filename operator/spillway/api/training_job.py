@@ -15,6 +15,7 @@ from spillway.api.limits import CHAT_NEEDS_SOURCE, MANAGER, MAX_ENV_BYTES, MAX_N
 from spillway.api.memory import Memory, Parallelism, Spill
 from spillway.api.model import Data, Location, Model
 from spillway.api.pod import FIXED_WITHOUT_PLAN, Checkpoint, Lifecycle, Member, Objective, Pod, Scheduling
+from spillway.api.tracking import Tracking
 from spillway.api.training import Training
 
 
@@ -35,6 +36,11 @@ class TrainingJobSpec(Fields):
     )  # fmt: skip
     objective: Objective | None = Field(default=None, description="What makes one member better than another.")
     checkpoint: Checkpoint = Field(default=Checkpoint(), description="When and where checkpoints are written.")
+    tracking: Tracking | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        description="Experiment trackers that show the run elsewhere. Default: none.",
+    )
     pod: Pod = Field(default=Pod(), description="Image, environment and further settings of the pods.")
     command: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(
         default=(), max_length=64, description="Not supported yet: any script under torchrun, with mounts and restarts."
