@@ -28,6 +28,7 @@ from spillway.api.limits import GROUP, MANAGER, MAX_NAME_LENGTH, VERSION
 from spillway.api.model import FETCHED
 from spillway.api.operator_config import CONFIG_NAME
 from spillway.api.rejections import NOT_YET
+from spillway.api.tracking import ONE_TRACKER, TRACKING_URI
 from spillway.units import BYTES_PATTERN, POSITIVE_BYTES_PATTERN, POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
 
 Document = dict[str, Any]
@@ -158,6 +159,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.scheduling.workloadPriorityClassName": {"spec.scheduling.queueName": "team"},
     "spec.training.schedule.warmupSteps": {"spec.training.steps": 10**12},
     "spec.memory.mode": {"spec.memory.budget.host": "1Gi"},
+    **{f"spec.tracking.mlflow.{name}": {"spec.tracking.mlflow.uri": "http://a"} for name in ("uri", "experiment")},
+    **{f"spec.tracking.wandb.{name}": {"spec.tracking.wandb.project": "a"} for name in ("project", "entity", "mode")},
     "spec.spill.numVolumes": {"spec.spill.storageClassName": "fast"},
 }
 """what must go with a field's edges, so that no other rule is hit"""
@@ -166,7 +169,7 @@ SAMPLES = {
     POSITIVE_BYTES_PATTERN: "1",
 }  # fmt: skip
 """values by pattern; other patterns allow letters"""
-WHOLE = {"^([0-9a-f]{16})?$": "0123456789abcdef", FETCHED: "s3://a/b"}
+WHOLE = {"^([0-9a-f]{16})?$": "0123456789abcdef", FETCHED: "s3://a/b", TRACKING_URI: "http://a"}
 """the same for patterns that allow one length"""
 MISFITS = {
     NUMBER_PATTERN: "-1", QUANTITY_PATTERN: "1 GB", POSITIVE_QUANTITY_PATTERN: "0", BYTES_PATTERN: "64m",
@@ -273,8 +276,8 @@ def text(schema: Schema, length: int) -> str:
         mantissa, e, exponent = bounded.inside[0].partition("e")
         mantissa += "" if "." in mantissa else "."
         return f"{mantissa}{'0' * (length - len(mantissa) - len(e + exponent))}{e}{exponent}"
-    if schema.get("pattern") == FETCHED and length:
-        return f"s3://{'a' * (length - len('s3://'))}"
+    if (scheme := {FETCHED: "s3://", TRACKING_URI: "http://"}.get(schema.get("pattern", ""))) and length:
+        return scheme + "a" * (length - len(scheme))
     if schema.get("pattern") == RESOURCE_PATTERN and length:
         name = "a" * min(MAX_DOMAIN_NAME_LENGTH, max(1, length - len("a/")))
         return f"{'a' * max(1, length - len(name) - 1)}/{name}"
@@ -520,6 +523,9 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.model.config.architecture": "t5", "spec.model.config.tieWordEmbeddings": True},
         {"spec.model.config.architecture": "t5", "spec.model.config.tieWordEmbeddings": False},
         ("spec.model.config.tieWordEmbeddings", "t5 has one matrix"),
+    ),
+    (TRAINING_JOB.kind, "spec.tracking", 0): RuleCase(
+        {"spec.tracking": {"tensorBoard": {}}}, {"spec.tracking": {}}, ("spec.tracking", ONE_TRACKER)
     ),
     (TRAINING_JOB.kind, "spec.training.lossScale", 0): RuleCase(
         {"spec.model.precision.compute": "float16", "spec.training.lossScale": {"initial": 8, "minimum": 8}},

@@ -90,7 +90,8 @@ class _Maker:
             spec["parallelism"] = self._parallelism()
         for name, make in (
             ("memory", self._memory), ("spill", self._spill), ("checkpoint", self._checkpoint),
-            ("pod", self._pod), ("scheduling", self._scheduling), ("lifecycle", self._lifecycle),
+            ("tracking", self._tracking), ("pod", self._pod), ("scheduling", self._scheduling),
+            ("lifecycle", self._lifecycle),
         ):  # fmt: skip
             if self._often(OFTEN if name == "memory" else SOMETIMES):
                 spec[name] = make()
@@ -270,6 +271,17 @@ class _Maker:
         self._maybe(made, "resume", SOMETIMES, "OwnOnly")
         if self._often(RARELY):
             made |= {"resume": "Never", "from": "other"}
+        return made
+
+    def _tracking(self) -> Document:
+        made: Document = {"tensorBoard": {}} if self._often(SOMETIMES) else {}
+        if self._often(SOMETIMES) or not made:
+            made["mlflow"] = {"uri": self._one_of("http://mlflow:5000", "https://example.com/mlflow")}
+            self._maybe(made["mlflow"], "experiment", SOMETIMES, "team/runs", "x" * 253, "ünïcödé 🚀")
+        if self._often(SOMETIMES):
+            made["wandb"] = {"project": self._one_of("p", "x" * 128)}
+            self._maybe(made["wandb"], "entity", SOMETIMES, "team")
+            self._maybe(made["wandb"], "mode", SOMETIMES, "online", "offline")
         return made
 
     def _resources(self) -> Document:

@@ -71,6 +71,7 @@ def deeper(*values: object) -> object:
         deeper(HF, SOURCE, ["plan", JOB, "--node", "cpu"], "hf"),
         (HF, ADAPTERS, ["plan", JOB, "--node", "cpu"], "hf"),
         (HF, GPT2, ["run", JOB, *RUN], "hf"),
+        (["wandb"], job_text(LLAMA) + "  tracking: {wandb: {project: p}}\n", ["run", JOB, *RUN], "trackers"),
         (DEEPSPEED, job_text(LLAMA, "Zero1"), ["run", JOB, *RUN, "--ranks", "2"], "deepspeed"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "" if "{" in value else value,

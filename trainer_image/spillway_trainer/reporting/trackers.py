@@ -14,14 +14,14 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from spillway.api import tracking
 from spillway.api.job_file import JobFile
@@ -51,7 +51,7 @@ class Point:
     """Figures of one step or evaluation."""
 
     number: int
-    """Counts the run's points from 0, over all attempts."""
+    """Rises from point to point, and is the same in every attempt."""
     step: int
     time: float
     values: Mapping[str, float]
@@ -106,6 +106,9 @@ def flattened(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
 class Tracker(Protocol):
     """One run in a tracker. Every method may raise any error: events not sent are sent again."""
 
+    settle_seconds: ClassVar[float]
+    """Until what was sent survives the death of this process."""
+
     def send(self, points: Sequence[Point], notes: Mapping[str, str]) -> None: ...
 
     def end(self, exit_code: int) -> None: ...
@@ -113,6 +116,8 @@ class Tracker(Protocol):
 
 class TensorBoard:
     """An event file of this attempt."""
+
+    settle_seconds: ClassVar[float] = 0.0
 
     def __init__(self, _: tracking.TensorBoard, run: TrackedRun, last_step: int) -> None:
         from tensorboardX import summary  # noqa: PLC0415
@@ -147,6 +152,8 @@ class TensorBoard:
 
 class MLflow:
     """A run on the server, found again by its tag spillway.run."""
+
+    settle_seconds: ClassVar[float] = 0.0
 
     def __init__(self, settings: tracking.MLflow, run: TrackedRun, _: int) -> None:
         for name, value in (
@@ -188,7 +195,10 @@ class MLflow:
 
 
 class WeightsAndBiases:
-    """A run whose id is the job's uid: every attempt continues it. The service of wandb sends it."""
+    """A run whose id is the job's uid: every attempt continues it. The service of wandb, a process that ends with this
+    one, writes its file every second, and uploads it. Points sent twice have the same number; W&B keeps the first."""
+
+    settle_seconds: ClassVar[float] = 5.0
 
     def __init__(self, settings: tracking.WeightsAndBiases, run: TrackedRun, _: int) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -198,12 +208,14 @@ class WeightsAndBiases:
             project=settings.project, entity=settings.entity, mode=settings.mode, id=run.id, resume="allow",
             name=run.name, group=run.job.name if run.member else None, dir=str(run.directory),
             config={**run.hyperparameters, "plan": run.plan_text}, allow_val_change=True, reinit="create_new",
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, save_code=False, x_transaction_log_flush_interval=1.0
+            ),
         )  # fmt: skip
         self._run.define_metric("*", step_metric="step")
 
     def send(self, points: Sequence[Point], notes: Mapping[str, str]) -> None:
-        for point in points:  # W&B ignores a number that it has
+        for point in points:
             self._run.log({"step": point.step, **point.values}, step=point.number, commit=True)
         self._run.summary.update(dict(notes))
 
@@ -211,7 +223,7 @@ class WeightsAndBiases:
         self._run.finish(exit_code)
 
 
-KINDS: dict[str, tuple[str, Callable[..., Tracker]]] = {
+KINDS: dict[str, tuple[str, type[TensorBoard | MLflow | WeightsAndBiases]]] = {
     "tensor_board": ("tensorboardX.summary", TensorBoard),
     "mlflow": ("mlflow", MLflow),
     "wandb": ("wandb", WeightsAndBiases),
@@ -219,15 +231,21 @@ KINDS: dict[str, tuple[str, Callable[..., Tracker]]] = {
 """Field of spec.tracking -> its library, and what opens a run: (settings, run, last step that was sent)."""
 
 
+Cursor = dict[str, int]
+Cursors = dict[str, Cursor]
+"""By the id of a run."""
+
+
 class Feed:
     """The thread of one tracker."""
 
     def __init__(self, kind: str, runs: Sequence[TrackedRun], directory: Path, report: Callable[[str], None]) -> None:
         self.kind = kind
-        self._library, opened = KINDS[kind]
-        self._open = partial(opened, getattr(runs[0].job.spec.tracking, kind))
+        self._library, self._tracker = KINDS[kind]
+        self._settings = getattr(runs[0].job.spec.tracking, kind)
         self._runs, self._report, self._state = runs, report, directory / f"tracker-{kind}.json"
-        self._cursors: dict[str, dict[str, int]] = {}
+        self._cursors: Cursors = {}
+        self._unsettled = deque[tuple[float, Cursors]]()
         with suppress(OSError, ValueError):
             self._cursors = json.loads(self._state.read_bytes())
         self._opened: dict[str, Tracker] = {}
@@ -283,10 +301,11 @@ class Feed:
         finally:
             for tracker in self._opened.values():
                 tracker.end(self._exit_code)
+        self._store(self._cursors)
 
-    def _cursor(self, run: TrackedRun) -> dict[str, int]:
-        """How far the run is sent: bytes of run.jsonl, the last step and evaluation, the number of points."""
-        return {"offset": 0, "step": 0, "evaluation": 0, "points": 0, **self._cursors.get(run.id, {})}
+    def _cursor(self, run: TrackedRun) -> Cursor:
+        """How far the run is sent: bytes of run.jsonl, the last step and evaluation."""
+        return {"offset": 0, "step": 0, "evaluation": 0, **self._cursors.get(run.id, {})}
 
     def _send(self, run: TrackedRun) -> bool:
         """Sends the next events; False when there are none."""
@@ -297,28 +316,32 @@ class Feed:
         for offset, event in events:
             cursor["offset"], name = offset, event.get("event", "")
             if name in ("step", "evaluation") and event["step"] > cursor[name]:
-                points.append(Point(cursor["points"], event["step"], event["time"], dict(figures(event))))
-                cursor |= {name: event["step"], "points": cursor["points"] + 1}
+                number = 2 * event["step"] + (name == "evaluation")
+                points.append(Point(number, event["step"], event["time"], dict(figures(event))))
+                cursor[name] = event["step"]
             elif name in NOTES:
                 notes[name] = NOTES[name].format(**event)
             if name == "end":
                 end = event["exit_code"]
                 break
         if points or notes:
-            tracker = self._opened.pop(run.id, None) or self._open(run, last_step)
+            tracker = self._opened.pop(run.id, None) or self._tracker(self._settings, run, last_step)
             tracker.send(points, notes)
             self._opened[run.id] = tracker  # one that raised is opened again
             if end is not None:
                 self._opened.pop(run.id).end(end)
         if events:
-            self._store(run, cursor)
+            self._cursors = {**self._cursors, run.id: cursor}
+            now = time.monotonic()
+            self._unsettled.append((now + self._tracker.settle_seconds, self._cursors))
+            while self._unsettled and self._unsettled[0][0] <= now:
+                self._store(self._unsettled.popleft()[1])
         return bool(events)
 
-    def _store(self, run: TrackedRun, cursor: dict[str, int]) -> None:
-        self._cursors = {**self._cursors, run.id: cursor}
+    def _store(self, cursors: Cursors) -> None:
         self._state.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._state.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self._cursors), encoding="utf-8")
+        temporary.write_text(json.dumps(cursors), encoding="utf-8")
         temporary.replace(self._state)
 
 

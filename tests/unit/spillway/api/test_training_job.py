@@ -635,6 +635,8 @@ def test_enums_are_camel_case_but_for_names_of_others() -> None:
         "float16",
         "float32",
         "int8",
+        "online",
+        "offline",
         "spillway.dev/v1alpha1",
         "TrainingJob",
     }
