@@ -36,6 +36,8 @@ DEEPSPEED_CODE_BYTES, DEEPSPEED_RANK_BYTES = 72 * MIB, 176 * MIB
 """In addition, for DeepSpeed's strategies: 67 and 152 MiB after its import."""
 FSDP_CODE_BYTES, FSDP_RANK_BYTES = 80 * MIB, 104 * MIB
 """In addition, for Fsdp: 75 and 91 MiB after the first step, which imports torch's compiler."""
+TRACKERS_BYTES = 128 * MIB
+"""In addition, once per pod, for spec.tracking: 114 MiB with all three trackers, W&B's service included."""
 CHECKPOINT_BUFFER_BYTES = 64 * MIB
 """Per rank while it writes or loads a checkpoint: one file."""
 CUDA_RANK_BYTES = 2 * GIB
@@ -141,7 +143,8 @@ def memory_bytes(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) 
 
 def pod_runtime_bytes(spec: TrainingJobSpec, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
     """`runtime_bytes` of the member that needs most, for they share the pod; of a job that is no sweep, its own."""
-    return max(runtime_bytes(one.model, num_local_ranks, device, strategy) for one in solo_specs(spec))
+    trackers = TRACKERS_BYTES if spec.tracking is not None else 0
+    return trackers + max(runtime_bytes(one.model, num_local_ranks, device, strategy) for one in solo_specs(spec))
 
 
 def runtime_bytes(model: Model, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:

@@ -150,17 +150,20 @@ class TensorBoard:
         self._file.close()
 
 
+MLFLOW_DEFAULTS = {
+    "DISABLE_TELEMETRY": "true", "HTTP_REQUEST_TIMEOUT": "10", "HTTP_REQUEST_MAX_RETRIES": "0",
+    "SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}  # fmt: skip
+"""Its environment variables MLFLOW_*, unless the user sets them: the feed itself tries again."""
+
+
 class MLflow:
     """A run on the server, found again by its tag spillway.run."""
 
     settle_seconds: ClassVar[float] = 0.0
 
     def __init__(self, settings: tracking.MLflow, run: TrackedRun, _: int) -> None:
-        for name, value in (
-            ("DISABLE_TELEMETRY", "true"),
-            ("HTTP_REQUEST_TIMEOUT", "10"),
-            ("HTTP_REQUEST_MAX_RETRIES", "0"),
-        ):
+        for name, value in MLFLOW_DEFAULTS.items():
             os.environ.setdefault(f"MLFLOW_{name}", value)
         from mlflow import MlflowClient  # noqa: PLC0415
         from mlflow.entities import Metric, Param, RunTag  # noqa: PLC0415

@@ -312,6 +312,13 @@ def test_one_member_of_another_family_brings_its_libraries() -> None:
     assert more == pods.FAMILY_CODE_BYTES + pods.FAMILY_RANK_BYTES
 
 
+def test_trackers_take_memory_once_per_pod() -> None:
+    tracked = job({"spec.tracking": {"tensorBoard": {}}}).spec
+    for ranks in (1, 4):
+        more = pods.pod_runtime_bytes(tracked, ranks, "Cpu") - pods.pod_runtime_bytes(job().spec, ranks, "Cpu")
+        assert more == pods.TRACKERS_BYTES
+
+
 def test_a_sweep_is_planned_for_what_its_largest_member_leaves_of_a_node() -> None:
     family = {name.removeprefix("spec."): str(value) for name, value in GPT2.items()}
     own, mixed = sweep(SEED, SEED), sweep(SEED, family)
