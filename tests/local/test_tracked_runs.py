@@ -29,12 +29,12 @@ def server(tmp_path: Path) -> Iterator[str]:
         yield uri
 
 
-def tracked_job(root: Path, tracking: dict[str, Any], epoch: int, name: str = "run") -> JobFile:
+def tracked_job(root: Path, tracking: dict[str, Any], epoch: int, name: str = "run", steps: int = STEPS) -> JobFile:
     text = root / "text" if (root / "text").is_dir() else local_runs.write_text(root / "text")
     job = local_runs.job_file(root / name, text, root / "corpus", epoch)
     update = {
         "tracking": Tracking.model_validate(tracking),
-        "training": job.spec.training.model_copy(update={"steps": STEPS}),
+        "training": job.spec.training.model_copy(update={"steps": steps}),
     }
     return job.model_copy(update={"spec": job.spec.model_copy(update=update)})
 
@@ -77,7 +77,7 @@ def test_trackers_out_of_reach_change_neither_the_end_nor_a_bit(tmp_path: Path) 
     nowhere = {"uri": "http://127.0.0.1:9", "experiment": "e"}
     curves = []
     for name, asked in (("with", {"mlflow": nowhere}), ("without", {"tensorBoard": {}})):
-        job = tracked_job(tmp_path, asked, epoch=1, name=name)
+        job = tracked_job(tmp_path, asked, epoch=1, name=name, steps=6)
         assert local_runs.complete(job, local_runs.spread_plan()) == 0, local_runs.log_of(tmp_path / name, 1)
         curves.append(points(tmp_path / name)["train/loss"])
     assert curves[0] == curves[1]

@@ -20,6 +20,7 @@ WITHOUT = {
     "operator": (NOTE, "submit, status, logs and top of a cluster do not work"),
     "fetch": (NOTE, "nothing can be downloaded from s3:// or https:// (spec.*.fetch)"),
     "hf": (NOTE, "only llama by its sizes, without adapters, and your own entrypoints can be trained"),
+    "trackers": (NOTE, "spec.tracking cannot show runs in TensorBoard, MLflow or Weights & Biases"),
     "deepspeed": (NOTE, "strategies Zero1, Zero2 and Zero3 do not work"),
 }
 LEAST_DISK_BYTES, LEAST_MEMORY_BYTES = GIB, GIB

@@ -94,6 +94,7 @@ def all_three(uri: str, name: str) -> dict[str, Any]:
     return {"tensorBoard": {}, "mlflow": {"uri": uri, "experiment": name}, "wandb": wandb}
 
 
+@pytest.mark.ci
 def test_every_tracker_holds_the_events_of_a_killed_and_resumed_run_once(server: str, tmp_path: Path) -> None:
     """The first attempt is killed after step 10, the second makes 9 and 10 again."""
     asked = all_three(server, tmp_path.name)
@@ -123,6 +124,7 @@ def test_every_tracker_holds_the_events_of_a_killed_and_resumed_run_once(server:
     assert "strategy: Ddp" in run.data.tags["mlflow.note.content"]
 
 
+@pytest.mark.ci
 def test_members_of_a_sweep_are_runs_of_their_own(server: str, tmp_path: Path) -> None:
     job = job_of(tmp_path, all_three(server, tmp_path.name), members=MEMBERS)
     found = Trackers(job, local_runs.spread_plan(), print)
@@ -144,6 +146,7 @@ def test_members_of_a_sweep_are_runs_of_their_own(server: str, tmp_path: Path) -
     assert names == {"small/low": "small", "small/high": "small"}
 
 
+@pytest.mark.ci
 def test_a_server_that_is_down_is_one_warning_and_gets_everything_later(tmp_path: Path) -> None:
     with socket.socket() as taken:  # bound and not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
