@@ -48,13 +48,14 @@ class Member(Fields):
     @property
     def changes(self) -> dict[str, Any]:
         """Its own values by field below spec: {"training.seed": 1}."""
-        return dict(_leaves({"model": self.model, "data": self.data, "training": self.training}))
+        return dict(leaves({"model": self.model, "data": self.data, "training": self.training}))
 
 
-def _leaves(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of nested maps by their path: training.seed."""
     for name, value in fields.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{above}{name}.")
+            yield from leaves(value, f"{above}{name}.")
         else:
             yield f"{above}{name}", value
 

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from spillway.api.field_types import Fields, Name, refuse
 
-TRACKING_URI = r"^https?://[^/\s]\S*$"
-PROJECT = r"^[^/\\#?%:]+$"
+TRACKING_URI = r"^https?://[^/\s@]+(/\S*)?$"
 ONE_TRACKER = "name a tracker: tensorBoard, mlflow or wandb"
+WandbName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^/\\#?%:]+$")]
 
 
 class TensorBoard(Fields):
@@ -18,33 +18,29 @@ class TensorBoard(Fields):
 
 
 class MLflow(Fields):
-    """A run on an MLflow server. Credentials are environment variables of MLflow, from a Secret in pod.env:
-    MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    """A run on an MLflow server."""
 
-    uri: Annotated[str, Field(max_length=2048, pattern=TRACKING_URI)] = Field(description="Address of the server.")
+    uri: Annotated[str, Field(max_length=2048, pattern=TRACKING_URI)] = Field(
+        description="Address of the server, without credentials: these are environment variables, see docs/tracking.md."
+    )
     experiment: Name = Field(default="Default", description="Experiment; created if it is missing.")
 
 
 class WeightsAndBiases(Fields):
     """A run of Weights & Biases. The key is the environment variable WANDB_API_KEY, from a Secret in pod.env."""
 
-    project: Annotated[str, Field(min_length=1, max_length=128, pattern=PROJECT)] = Field(
-        description="Project; created if it is missing."
-    )
-    entity: Annotated[str, Field(min_length=1, max_length=128, pattern=PROJECT)] | None = Field(
-        default=None, description="Team or user. Default: that of the key."
-    )
+    project: WandbName = Field(description="Project; created if it is missing.")
+    entity: WandbName | None = Field(default=None, description="Team or user. Default: that of the key.")
     mode: Literal["online", "offline"] = Field(
         default="online", description="offline: files only, in wandb/ next to tensorboard/, for `wandb sync`."
     )
 
 
 class Tracking(Fields):
-    """Trackers get what run.jsonl records. One that cannot be reached never stops or slows a run."""
+    """Trackers get what run.jsonl records. One that cannot be reached never stops a run."""
 
     tensor_board: TensorBoard | None = Field(
-        default=None,
-        description="Files for TensorBoard: OUTPUT/tensorboard, in a cluster next to the checkpoints. Default: none.",
+        default=None, description="Files: OUTPUT/tensorboard, in a cluster next to the checkpoints. Default: none."
     )
     mlflow: MLflow | None = Field(default=None, description="A run on an MLflow server. Default: none.")
     wandb: WeightsAndBiases | None = Field(default=None, description="A run of Weights & Biases. Default: none.")

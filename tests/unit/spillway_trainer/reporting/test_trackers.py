@@ -159,7 +159,7 @@ def test_a_server_that_is_down_is_one_warning_and_gets_everything_later(tmp_path
         found.close(0)
     assert len(said) == 2
     assert said[0].startswith("tracker mlflow: ") and "training continues" in said[0]
-    assert said[1] == "tracker mlflow: 16 events are not sent; they stay in run.jsonl for the next attempt"
+    assert said[1] == "tracker mlflow: 16 events are not sent; run.jsonl keeps them for the next attempt"
     with tracked_points.mlflow_server(tmp_path, port) as uri:
         again = Trackers(job_of(tmp_path, asked, epoch=2), local_runs.spread_plan(), said.append)
         again.close(0)
@@ -180,7 +180,7 @@ def test_a_server_that_never_answers_does_not_keep_the_run_from_ending(
         found = Trackers(job_of(tmp_path, asked), local_runs.spread_plan(), said.append)
         play(tmp_path, 1, 0, 2)
         found.close(0)  # or this test hangs
-    assert said == ["tracker mlflow: 5 events are not sent; they stay in run.jsonl for the next attempt"]
+    assert said == ["tracker mlflow: 5 events are not sent; run.jsonl keeps them for the next attempt"]
 
 
 def test_a_new_pod_begins_with_an_empty_file_and_continues_the_run(tmp_path: Path) -> None:
