@@ -90,8 +90,7 @@ class _Maker:
             spec["parallelism"] = self._parallelism()
         for name, make in (
             ("memory", self._memory), ("spill", self._spill), ("checkpoint", self._checkpoint),
-            ("tracking", self._tracking), ("pod", self._pod), ("scheduling", self._scheduling),
-            ("lifecycle", self._lifecycle),
+            ("pod", self._pod), ("scheduling", self._scheduling), ("lifecycle", self._lifecycle),
         ):  # fmt: skip
             if self._often(OFTEN if name == "memory" else SOMETIMES):
                 spec[name] = make()
@@ -104,6 +103,8 @@ class _Maker:
             spec["members"] = [{"name": "a"}, {"name": "b", "training": {"seed": 1}, "data": {}, "model": {}}]
             spec["objective"] = {"metric": "Loss", "direction": "Maximize", "halving": self._one_of(*COUNTS[1:])}
         self._maybe(spec, "command", RARELY, ["python", "train.py"], ["x" * 4096] * 64)
+        if self._often(SOMETIMES):  # last, so that all else of recorded jobs stays as it is
+            spec["tracking"] = self._tracking()
         return spec
 
     # what is trained
