@@ -123,3 +123,8 @@ def format_count(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f}"
+
+
+def counted(count: int, thing: str) -> str:
+    """ "1 file", "2 files"."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

@@ -27,7 +27,7 @@ from typing import Any
 
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
-from spillway.units import format_bytes
+from spillway.units import counted, format_bytes
 
 from .checkpoints.durable_files import DurableFiles
 
@@ -94,7 +94,7 @@ def fetch(field: str, uri: str, directory: Path, patterns: Sequence[str], tell: 
                 directory.rmdir()  # empty, as _is_there found
             staging.rename(directory)
             DurableFiles().sync_directory(directory.parent)
-            tell(f"{where}: complete, {len(found)} files, {format_bytes(_size(directory))}")
+            tell(f"{where}: complete, {counted(len(found), 'file')}, {format_bytes(_size(directory))}")
     except OSError as error:
         raise UserError(f"{where}: cannot write {error.filename or directory}: {error.strerror or error}") from error
 
@@ -178,7 +178,9 @@ class _Source:
         every = [self._described(path, info) for path, info in self.tried(listed).items() if not path.endswith("/")]
         chosen = [one for one in every if any(fnmatch(PurePosixPath(one.name).name, pattern) for pattern in patterns)]
         if not chosen:
-            what = f"none of its {len(every)} files is {', '.join(patterns)}" if every else "nothing is there"
+            what = (
+                f"it has no {', '.join(patterns)} among {counted(len(every), 'file')}" if every else "nothing is there"
+            )
             raise UserError(f"{self.where}: {what}; correct the address")
         for one in chosen:
             parts = PurePosixPath(one.name).parts

@@ -13,7 +13,7 @@ import xxhash
 
 from spillway.api.model import Location
 from spillway.errors import UserError
-from spillway.units import format_bytes
+from spillway.units import counted, format_bytes
 
 from ..checkpoints.durable_files import describe_file
 
@@ -84,7 +84,7 @@ class TextSource:
         return sum((self.root / name).stat().st_size for name in self.files)
 
     def __str__(self) -> str:
-        return f"{self.description} ({len(self.files)} files, {format_bytes(self.nbytes)})"
+        return f"{self.description} ({counted(len(self.files), 'file')}, {format_bytes(self.nbytes)})"
 
     def pieces(self, tally: Tally) -> Iterator[TextPiece]:
         """All text in order. Long documents come in several pieces; empty ones do not come at all."""

@@ -29,7 +29,7 @@ import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from spillway.errors import ExitCode, HostOutOfMemory, UserError
-from spillway.units import MIB, format_bytes, format_count
+from spillway.units import MIB, counted, format_bytes, format_count
 
 from ..checkpoints.durable_files import DurableFiles, FileEntry, describe_file
 from ..checkpoints.sealed_json import Unsealed, seal, unseal
@@ -389,7 +389,7 @@ def _fill(
     files.write(directory / "index.json", [memoryview(index.to_bytes())])
     files.sync_directory(directory)
     report(
-        f"corpus: {source} -> {index.num_documents} documents, {format_count(num_tokens)} tokens, "
+        f"corpus: {source} -> {counted(index.num_documents, 'document')}, {format_count(num_tokens)} tokens, "
         f"{f'{format_count(chat.num_labels)} of them labels, ' if chat else ''}vocabulary of {index.vocab_size}"
     )
     if sentence := tally.sentence():
