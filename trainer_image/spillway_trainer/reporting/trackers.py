@@ -175,16 +175,26 @@ class WeightsAndBiases:
 
     def __init__(self, settings: tracking.WeightsAndBiases, run: TrackedRun, _: int) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # noqa: PLC0415
 
         options = wandb.Settings(
-            console="off", silent=True, disable_git=True, save_code=False, x_transaction_log_flush_interval=1.0
+            console="off",
+            silent=True,
+            init_timeout=30.0,
+            disable_git=True,
+            save_code=False,
+            x_transaction_log_flush_interval=1.0,
         )
-        self._run = wandb.init(
-            project=settings.project, entity=settings.entity, mode=settings.mode, id=run.id, resume="allow",
-            name=run.name, group=run.job.name if run.member else None, dir=str(run.directory), reinit="create_new",
-            config={**run.hyperparameters, "plan": run.plan_text}, allow_val_change=True, settings=options,
-        )  # fmt: skip
+        try:
+            self._run = wandb.init(
+                project=settings.project, entity=settings.entity, mode=settings.mode, id=run.id, resume="allow",
+                name=run.name, group=run.job.name if run.member else None, dir=str(run.directory), reinit="create_new",
+                config={**run.hyperparameters, "plan": run.plan_text}, allow_val_change=True, settings=options,
+            )  # fmt: skip
+        except Exception:
+            wandb.teardown()  # else the service holds the id, and says so at the next try
+            raise
         self._run.define_metric("*", step_metric="step")
 
     def send(self, points: Sequence[Point], notes: Mapping[str, str]) -> None:

@@ -125,6 +125,22 @@ def test_every_tracker_holds_the_events_of_a_killed_and_resumed_run_once(server:
 
 
 @pytest.mark.ci
+def test_events_that_were_sent_and_not_noted_are_there_once(server: str, tmp_path: Path) -> None:
+    """A process was killed between the two: the next attempt sends them again."""
+    asked = all_three(server, tmp_path.name)
+    play(tmp_path, 1, 0, 10)
+    for epoch in (1, 2):
+        for kind in trackers.KINDS:
+            (tmp_path / f"tracker-{kind}.json").unlink(missing_ok=True)
+        Trackers(job_of(tmp_path, asked, epoch), local_runs.spread_plan(), print).close(0)
+    expected = recorded(tmp_path)
+    (run,) = tracked_points.mlflow_runs(server, tmp_path.name).values()
+    assert tracked_points.mlflow_curves(server, run) == expected
+    assert tracked_points.wandb_curves(tmp_path) == expected
+    assert tracked_points.tensorboard_curves(tmp_path / "tensorboard") == single(expected)
+
+
+@pytest.mark.ci
 def test_members_of_a_sweep_are_runs_of_their_own(server: str, tmp_path: Path) -> None:
     job = job_of(tmp_path, all_three(server, tmp_path.name), members=MEMBERS)
     found = Trackers(job, local_runs.spread_plan(), print)
