@@ -67,7 +67,10 @@ class World:
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
     if not text.isdecimal():
-        raise UserError(f"environment variable {name} = {text!r}: a number is needed; spillway_trainer.launch sets it")
+        raise UserError(
+            f"environment variable {name} is {text!r}, but must be a number; start the trainer with `python -m "
+            "spillway_trainer.launch`, which sets it"
+        )
     return int(text)
 
 

@@ -115,7 +115,9 @@ class Advanced(Fields):
     """Parts of the plan that the user fixes, in the planner's terms."""
 
     optimizer: OptimizerMemory = Field(default=OptimizerMemory(), description="Optimizer states.")
-    activations: ActivationMemory = Field(default=ActivationMemory(), description="Saved activations.")
+    activations: ActivationMemory = Field(
+        default=ActivationMemory(), description="Where activations that are saved for backward are kept."
+    )
     parameters: ParameterMemory = Field(default=ParameterMemory(), description="Parameters.")
 
 

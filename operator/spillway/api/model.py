@@ -186,7 +186,10 @@ class Model(Fields):
     def transformer(self) -> ModelConfig:
         """The sizes of a model that is given by them."""
         if self.config is None:
-            raise UserError("spec.model: a source or an entrypoint does not say its sizes; give them in model.config")
+            raise UserError(
+                "spec.model: this needs the model's sizes (hiddenSize, numLayers ...), which source and entrypoint do "
+                "not give; use model.config"
+            )
         return self.config
 
 

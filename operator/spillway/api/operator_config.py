@@ -36,7 +36,7 @@ class SchedulingDefaults(Fields):
         default="", description="PriorityClass of jobs that name none."
     )
     gang_wait_seconds: Positive | None = Field(
-        default=None, description="Seconds that attempts of jobs that do not say it wait for another node."
+        default=None, description="scheduling.gangWaitSeconds of jobs that do not set it."
     )
     node_selector: LabelMap = Field(
         default={}, description="Labels that a node must have; a job's own value of a label wins."

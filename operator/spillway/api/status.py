@@ -37,9 +37,9 @@ class Condition(Written):
 class TierQuantities(Written):
     """Bytes per tier."""
 
-    device: Quantity | None = Field(default=None, description="Bytes on each device.")
-    host: Quantity | None = Field(default=None, description="Bytes in host memory, per rank.")
-    nvme: Quantity | None = Field(default=None, description="Bytes on NVMe, per rank.")
+    device: Quantity | None = Field(default=None, description="Of each device, bytes.")
+    host: Quantity | None = Field(default=None, description="Of host memory, bytes per rank.")
+    nvme: Quantity | None = Field(default=None, description="Of NVMe, bytes per rank.")
 
 
 class ProfileEvidence(Written):
@@ -79,7 +79,8 @@ class PlanStatus(Written):
     )
     reason: Text = Field(default="", description="Why these nodes, with the deciding figure.")
     headroom: TierQuantities | None = Field(
-        default=None, description="Free bytes in each memory tier of the preferred node, less what is reserved there."
+        default=None,
+        description="Free bytes of the preferred node in each tier, without what other jobs have reserved there.",
     )
     metrics_age: Short = Field(default="", description="Age of the metrics used, for display: 4s.")
     metrics_source: Short = Field(default="", description="Source of the metrics: Prometheus, Scrape, or empty.")
@@ -182,7 +183,9 @@ class Escalation(Written):
 class MemberStatus(Written):
     name: Name = Field(description="Name of the member.")
     step: Count = Field(default=0, description="Its optimizer steps.")
-    steps: Count = Field(default=0, description="Optimizer steps it trains unless a round stops it.")
+    steps: Count = Field(
+        default=0, description="Optimizer steps that this member is to train; a round of halving may stop it earlier."
+    )
     loss: Short = Field(default="", description="Its last loss.")
     objective: Short = Field(default="", description="Its newest value of objective.metric.")
     state: Short = Field(default="", description="For display: Running, Parked, Stopped, Complete or Failed.")

@@ -30,7 +30,7 @@ class WeightsAndBiases(Fields):
     """A run of Weights & Biases. The key is the environment variable WANDB_API_KEY, from a Secret in pod.env."""
 
     project: WandbName = Field(description="Project; created if it is missing.")
-    entity: WandbName | None = Field(default=None, description="Team or user. Default: that of the key.")
+    entity: WandbName | None = Field(default=None, description="Team or user. Default: the API key's own.")
     mode: Literal["online", "offline"] = Field(
         default="online", description="offline: files only, in wandb/ next to tensorboard/, for `wandb sync`."
     )
@@ -40,7 +40,9 @@ class Tracking(Fields):
     """Trackers get what run.jsonl records. One that cannot be reached never stops a run."""
 
     tensor_board: TensorBoard | None = Field(
-        default=None, description="Files: OUTPUT/tensorboard, in a cluster next to the checkpoints. Default: none."
+        default=None,
+        description="Event files: in OUTPUT/tensorboard of a local run, next to the checkpoints in a cluster. "
+        "Default: not written.",
     )
     mlflow: MLflow | None = Field(default=None, description="A run on an MLflow server. Default: none.")
     wandb: WeightsAndBiases | None = Field(default=None, description="A run of Weights & Biases. Default: none.")

@@ -62,9 +62,10 @@ class Optimizer(Fields):
     )
     moments: Literal["float32", "bfloat16", "int8"] = Field(
         default="float32",
-        description="What a run keeps the moments in (AdamW, Adam: two; SgdMomentum, Lion: one) between updates, which "
-        "compute in float32; masters are float32 always. bfloat16 takes half of the bytes, int8 a quarter (codes, and "
-        "a float32 scale for every 256 values); each is another result. int8 needs CPUs and strategy Ddp.",
+        description="Type in which the optimizer's moments (AdamW, Adam: two; SgdMomentum, Lion: one) are stored "
+        "between updates. Updates are computed in float32, and masters are always float32. bfloat16 needs half the "
+        "bytes, int8 a quarter (codes, and a float32 scale for every 256 values). Each type gives different results. "
+        "int8 needs CPU devices and strategy Ddp.",
     )
     groups: tuple[ParameterGroup, ...] = Field(
         default=(),
@@ -162,7 +163,7 @@ class Training(Fields):
         default="SkipStep",
         description=(
             "What happens when gradients are not finite: skip the step, or fail the job. With float16 and a "
-            "finite loss the step is always skipped and the loss scale lowered."
+            "finite loss the step is skipped and the loss scale lowered, until the scale is at its minimum."
         ),
     )
     loss_scale: LossScale | None = Field(

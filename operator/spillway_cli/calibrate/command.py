@@ -433,4 +433,7 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
 def refuse_other_threads(path: Path, job: JobFile, cores: int) -> None:
     used = job.compute_threads * job.ranks_per_node
     if used != max(1, cores // job.ranks_per_node) * job.ranks_per_node:
-        raise UserError(f"{path}: trained with {used} threads, but {cores} cores are usable now")
+        raise UserError(
+            f"{path}: this run used {used} threads, but {cores} cores are usable now, so its seconds do not "
+            f"compare; use a run with {cores} threads"
+        )

@@ -76,7 +76,7 @@ def logs_of_run(run: RunDirectory, options: LogsOptions) -> int:
     """Prints the log of the newest attempt, or of the given one; with `follow` as it grows, then those of later
     attempts, until no run uses the directory."""
     if options.node is not None:
-        raise UserError(f"--rank-node {options.node}: a local run has one log; leave it out")
+        raise UserError(f"--rank-node {options.node}: a local run has only one log; omit --rank-node")
     known = attempts_with_log(run)
     attempt, offset = options.attempt or max(known, default=1), 0
     if attempt not in known:

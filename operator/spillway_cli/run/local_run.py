@@ -143,7 +143,7 @@ def read_job_file(path: Path) -> JobFile | None:
     except FileNotFoundError:
         return None
     except (ValidationError, ValueError, OSError) as error:
-        raise UserError(f"{path}: not a job file of this version of spillway; name another --output") from error
+        raise UserError(f"{path}: this version of spillway cannot read it; choose another --output") from error
 
 
 def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | None) -> list[str]:

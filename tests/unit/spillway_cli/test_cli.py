@@ -757,7 +757,7 @@ def test_job_file_reads_back_as_the_same_job(tmp_path: Path) -> None:
 
 def test_job_file_of_another_version_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"version": 99}')
-    with pytest.raises(UserError, match="not a job file of this version"):
+    with pytest.raises(UserError, match="this version of spillway cannot read it"):
         local_run.read_job_file(tmp_path / "job.json")
 
 

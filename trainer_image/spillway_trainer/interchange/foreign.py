@@ -96,7 +96,7 @@ def readable(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except FileNotFoundError as error:
-        raise UserError(f"{path}: there is no such file; the checkpoint is incomplete") from error
+        raise UserError(f"{path}: missing, so the checkpoint is incomplete; copy all of it again") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except zipfile.BadZipFile as error:

@@ -284,7 +284,8 @@ def _check_config(config: Any, name: str) -> None:
         )
     for field in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, field, 0):
-            raise UserError(f"{name}: {field} is {getattr(config, field)}: layers cannot be left out; set it to 0")
+            found = getattr(config, field)
+            raise UserError(f"{name}: {field} is {found}, but skipping layers at random is not supported; set it to 0")
 
 
 def _list_of_layers(model: Any) -> str:
