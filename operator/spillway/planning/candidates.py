@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from math import ceil, floor, inf, isqrt
 from typing import Literal
 
@@ -392,13 +393,14 @@ class CandidateGroup:
             yield self.split(0.0, 0.0)
 
     def _partly_resident(self, free_bytes: int) -> Iterator[OptimizerPlan]:
-        """The largest resident share that fits: device bytes grow linearly with it."""
+        """The largest resident share that fits: device bytes grow linearly with it, but for whole chunks, which may
+        cost one step of its last digit."""
         for ratio in dict.fromkeys((self.ratio, 0.0)):
             none, share = self.split(ratio, 0.0), self._resident_part(ratio, free_bytes)
             if share > LEAST_RESIDENT_SHARE and self._fits(none, free_bytes):
-                found = self.split(ratio, share)
-                if self._fits(found, free_bytes):
-                    yield found
+                step = 1e-4 / (1.0 - self.forced)
+                splits = (self.split(ratio, each) for each in (share, share - step))
+                yield from islice((split for split in splits if self._fits(split, free_bytes)), 1)
 
     def _resident_part(self, ratio: float, free_bytes: int) -> float:
         if ratio not in self._halves:
