@@ -9,6 +9,7 @@
     rebuilding.py      records cheap operators and reruns them in backward
     spill.py           ActivationPlan -> hooks around segments
     alone.py           Spilling: a context manager around any forward, without a plan
+    callback.py        the same for the Trainer of transformers
 
 After SSDTrain (arXiv 2408.10013) and KARMA.
 """

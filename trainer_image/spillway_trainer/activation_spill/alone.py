@@ -1,6 +1,6 @@
 """Spilling: activation spilling as a context manager around any forward, without a job.
 
-    spilling = Spilling(model, "/mnt/nvme", nvme_bytes=16 << 30)
+    spilling = Spilling(model, "/mnt/nvme", nvme_bytes="16Gi")
     with spilling: loss = model(batch)
     loss.backward()
 
@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.errors import SpillwayError, UserError
 from spillway.plan import Policy, Tier
-from spillway.units import format_bytes
+from spillway.units import format_bytes, parse_bytes
 
 from ..kernels import native
 from ..resident_parameters import ResidentParameters
@@ -55,7 +55,8 @@ RAISE_NVME_BYTES = "Raise nvme_bytes: the first forward spills everything that i
 
 
 class Spilling:
-    """Saved tensors of each forward inside go to a nameless file in `directory`, of at most `nvme_bytes`.
+    """Saved tensors of each forward inside go to a nameless file in `directory`, of at most `nvme_bytes`. Sizes are
+    numbers of bytes, or quantities as in Kubernetes: "16Gi".
 
     `device_bytes`: saved tensors that may stay in memory: the last ones of each forward, which backward needs first.
     How many come before them is known from the forward before; the first one spills all, and of a longer one what
@@ -74,8 +75,8 @@ class Spilling:
         module: nn.Module,
         directory: str | Path,
         *,
-        nvme_bytes: int,
-        device_bytes: int = 0,
+        nvme_bytes: int | str,
+        device_bytes: int | str = 0,
         lean: bool = True,
         minimum_bytes: int = MIB,
         transfer_bytes: int = 4 * MIB,
@@ -83,6 +84,9 @@ class Spilling:
         window_bytes: int = 16 * MIB,
         encrypts: bool = False,
     ) -> None:
+        nvme_bytes, device_bytes = (
+            parsed(name, size) for name, size in (("nvme_bytes", nvme_bytes), ("device_bytes", device_bytes))
+        )
         check(module, nvme_bytes, device_bytes, minimum_bytes, transfer_bytes, ahead_bytes, window_bytes)
         if not str(directory):
             raise UserError("the directory is empty: give one on the disk that is to hold spilled tensors")
@@ -222,6 +226,17 @@ class Spilling:
             Tier.NVME: self.store.held_bytes(Tier.NVME),
         }
 
+    def stats(self) -> SpillingStats:
+        """Bytes and seconds since it was made, and what it holds now."""
+        moved, held = self.lanes.moved_bytes(), self.held_bytes()
+        return SpillingStats(
+            written_bytes=moved.get("nvme_write", 0),
+            read_bytes=moved.get("nvme_read", 0),
+            held_on_nvme_bytes=held[Tier.NVME],
+            held_in_memory_bytes=held[Tier.DEVICE],
+            waited_seconds=self.lanes.stalled_seconds(),
+        )
+
     def close(self) -> None:
         """Everything in flight ends; the file is gone. Raises UserError while a graph still needs it (not so
         after an interrupt), and what a write met. Idempotent."""
@@ -240,6 +255,20 @@ class Spilling:
                     )
             self._forgotten.detach()
             close_parts(self.lanes, self.nvme)
+
+
+class SpillingStats(NamedTuple):
+    """What `Spilling.stats` returns."""
+
+    written_bytes: int
+    """To the file."""
+    read_bytes: int
+    """From it."""
+    held_on_nvme_bytes: int
+    held_in_memory_bytes: int
+    """Of saved tensors, both."""
+    waited_seconds: float
+    """That forward and backward waited for the disk."""
 
 
 class SavedVariable:
@@ -276,6 +305,16 @@ class SpilledForward(NamedTuple):
         # Nobody looked, because there was no need or nothing to find; so it is again, while forwards are alike.
         is_alike = last is not None and last.saved_bytes == self.batch.offered_bytes
         return Forward(self.batch.offered_bytes, 0, last.rebuildable_bytes if last is not None and is_alike else None)
+
+
+def parsed(name: str, size: int | str) -> int:
+    """A size that may be a quantity."""
+    if not isinstance(size, str):
+        return size
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise UserError(f"{name} = {size!r}: {error}") from None
 
 
 def check(module: nn.Module, nvme_bytes: int, device_bytes: int, *sizes: int) -> None:

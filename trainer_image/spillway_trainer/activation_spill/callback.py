@@ -1,0 +1,58 @@
+"""SpillingCallback: Spilling for the Trainer of `transformers`, in one line.
+
+Trainer(model=model, ..., callbacks=[SpillingCallback("/mnt/nvme", nvme_bytes="16Gi")]).train()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from spillway.errors import UserError
+
+from .alone import Spilling
+
+
+class SpillingCallback(TrainerCallback):
+    """What training saves for backward goes to a file in `directory`; evaluation saves nothing. The arguments are those
+    of `Spilling`. Logs get `spilled_gib`, what was written so far; `stats` has the rest."""
+
+    def __init__(self, directory: str | Path, **sizes: Any) -> None:
+        self._directory, self._sizes = directory, sizes
+        self._model: nn.Module | None = None
+        self.spilling: Spilling | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+        """Raises UserError when the model or the directory cannot be spilled."""
+        if model is None:
+            raise UserError("SpillingCallback: the Trainer named no model: pass the callback to Trainer(callbacks=...)")
+        self.spilling, self._model = Spilling(model, self._directory, **self._sizes), model
+        # On the object, not the class: on_train_end removes it, and the class's forward is there again.
+        model.forward = spilled(self.spilling, model.forward)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if self.spilling is not None and logs is not None:
+            logs["spilled_gib"] = round(self.spilling.stats().written_bytes / (1 << 30), 3)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.spilling is not None and self._model is not None:
+            del self._model.forward
+            self.spilling.close()
+            self._model = None
+
+
+def spilled(spilling: Spilling, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` inside `spilling` wherever a backward follows."""
+
+    def inside(*given: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*given, **named)
+        with spilling:
+            return forward(*given, **named)
+
+    return inside
