@@ -206,6 +206,17 @@ def report(
     raise typer.Exit(report_command.report(run, file, output))
 
 
+@app.command(help="Compare runs: their jobs, figures and curves, and whether they have the same bits.")
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN", help="Directories of runs.")],
+    file: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="An HTML page with the curves.")] = None,
+    output: FormatOption = Format.TEXT,
+) -> None:
+    from .report import compare as compare_command  # noqa: PLC0415
+
+    raise typer.Exit(compare_command.compare(runs, file, output))
+
+
 @app.command(help="Create a job in a cluster.")
 def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="A TrainingJob in YAML.")],

@@ -1,0 +1,175 @@
+"""`spillway compare RUN RUN ...`: what the runs were told, what became of them, and whether they have the same bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from spillway import __version__
+from spillway.api.job_file import JobFile
+from spillway.errors import UserError
+from spillway.units import counted, format_bytes, format_seconds
+
+from ..console import Format, print_json, result_console, table
+from ..record.directory import existing_run, is_taken, write_atomic
+from ..record.summary import RunSummary, format_loss, summarize
+from .charts import Series, line_chart
+from .command import read_record
+from .page import MEMBER_COLOURS, RunRecord, html_table, section
+
+MOST_RUNS = len(MEMBER_COLOURS)
+NOT_SET = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One run."""
+
+    name: str
+    """Its directory, as given."""
+    record: RunRecord
+    summary: RunSummary
+    told: Mapping[str, str]
+    """Its spec, by path: training.optimizer.learningRate."""
+
+
+def compare(paths: Sequence[Path], file: Path | None, output: Format) -> int:
+    """Prints the comparison, and writes it with its curves to `file`. Raises UserError for what is no run, a sweep,
+    and fewer than two or more than MOST_RUNS runs."""
+    if not 2 <= len(paths) <= MOST_RUNS:
+        raise UserError(f"{counted(len(paths), 'run')}: name 2 to {MOST_RUNS}")
+    runs = [_read(path) for path in paths]
+    same = sentence(runs)
+    if file is not None:
+        try:
+            write_atomic(file, _page(runs, same))
+        except OSError as error:
+            raise UserError(f"{file}: cannot write the page ({error.strerror}); name another --output") from error
+    if output is Format.JSON:
+        print_json(
+            {
+                "runs": {run.name: run.summary.as_json() for run in runs},
+                "differences": {path: {run.name: run.told.get(path) for run in runs} for path, _ in differences(runs)},
+                "sameSteps": num_same(runs),
+                "page": None if file is None else str(file),
+            }
+        )
+        return 0
+    console = result_console()
+    for title, rows in (("figures", figures(runs)), ("what differs in the jobs", differences(runs))):
+        if rows:
+            shown = table(title, *(run.name for run in runs))
+            for name, values in rows:
+                shown.add_row(name, *values)
+            console.print(shown)
+    console.print(same if file is None else f"{same}\ncurves: {file}")
+    return 0
+
+
+def _read(path: Path) -> Compared:
+    run = existing_run(path)
+    record = read_record(run, is_taken(run))
+    if record.log.sweep is not None:
+        raise UserError(f"{path}: a sweep; its report compares its members: spillway report {path}")
+    try:
+        spec = JobFile.model_validate_json(run.job_file.read_text(encoding="utf-8")).spec
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run.job_file}: missing, damaged, or not of this version of spillway") from error
+    told = dict(_leaves(spec.model_dump(mode="json", by_alias=True, exclude_none=True)))
+    return Compared(str(path), record, summarize(record.log, record.plan, record.measured), told)
+
+
+def _leaves(value: Any, path: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{path}.{key}" if path else key)]
+    return [(path, str(value))]
+
+
+def differences(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+    """Fields of the spec in which they differ, with each run's value."""
+    paths = dict.fromkeys(path for run in runs for path in run.told)
+    rows = [(path, [run.told.get(path, NOT_SET) for run in runs]) for path in paths]
+    return [(path, values) for path, values in rows if len(set(values)) > 1]
+
+
+def figures(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+    """Rows of the table, one figure each; those that no run has are left out."""
+
+    def perplexity(summary: RunSummary) -> str:
+        loss = summary.evaluation_loss
+        return NOT_SET if loss is None or not loss < math.log(1e9) else f"{math.exp(loss):.4g}"
+
+    every = [run.summary for run in runs]
+    rows = [
+        ("steps", [str(one.num_steps) for one in every]),
+        ("loss, final", [format_loss(one.final_loss) for one in every]),
+        ("loss, evaluation", [format_loss(one.evaluation_loss) for one in every]),
+        ("perplexity, evaluation", [perplexity(one) for one in every]),
+        ("tokens/s", [f"{one.tokens_per_second:.4g}" if one.num_steps else NOT_SET for one in every]),
+        ("step", [format_seconds(one.step_seconds) if one.num_steps else NOT_SET for one in every]),
+        ("time", [format_seconds(one.attempt_seconds) for one in every]),
+        ("restarts", [str(one.num_restarts) for one in every]),
+    ]
+    for tier in dict.fromkeys(use.tier for one in every for use in one.tiers):
+        peaks = [next((use.peak_bytes for use in one.tiers if use.tier is tier), 0) for one in every]
+        rows.append((f"peak, {tier.value}", [format_bytes(peak) for peak in peaks]))
+    return [(name, values) for name, values in rows if set(values) != {NOT_SET}]
+
+
+def num_same(runs: Sequence[Compared]) -> int:
+    """Steps from the first on with the same loss and gradient norm in all runs, bit for bit."""
+    curves = [
+        {step.metrics.step: (step.metrics.loss, step.metrics.gradient_norm) for step in run.record.log.curve}
+        for run in runs
+    ]
+    count = 0
+    for step in sorted(curves[0]):
+        if any(repr(curve.get(step)) != repr(curves[0][step]) for curve in curves):
+            break
+        count += 1
+    return count
+
+
+def sentence(runs: Sequence[Compared]) -> str:
+    shortest, same = min(run.summary.num_steps for run in runs), num_same(runs)
+    if not shortest:
+        return "no step is trained yet"
+    if same == shortest:
+        return f"loss and gradient norm are equal bit for bit in all {same} steps that every run has"
+    return f"loss and gradient norm are equal bit for bit in the first {same} steps of {shortest}, then they differ"
+
+
+def _page(runs: Sequence[Compared], same: str) -> str:
+    curves, evaluations = [], []
+    for colour, run in zip(MEMBER_COLOURS, runs, strict=False):
+        log = run.record.log
+        curves.append(Series(run.name, colour, [(step.metrics.step, step.metrics.loss) for step in log.curve]))
+        evaluated = [(float(step), each.loss) for step, each in sorted(log.evaluations.items())]
+        evaluations.append(Series(run.name, colour, evaluated, dots=True))
+    charts = [
+        section("Loss", "Mean over the tokens of each step.", line_chart("nats per token", curves, from_zero=False))
+    ]
+    if any(one.points for one in evaluations):
+        chart = line_chart("nats per token", evaluations, from_zero=False)
+        charts.append(section("Evaluation", "On held-out text.", chart))
+    headings = ["", *(run.name for run in runs)]
+    tables = [
+        section(title, note, html_table(headings, [[name, *values] for name, values in rows], 1))
+        for title, note, rows in (
+            ("Figures", same, figures(runs)), ("Jobs", "Fields that differ.", differences(runs)),
+        )
+        if rows
+    ]  # fmt: skip
+    return Template(files("spillway_cli").joinpath("report.html").read_text(encoding="utf-8")).substitute(
+        title=escape(" and ".join(run.record.title for run in runs)),
+        subtitle=escape(f"{len(runs)} runs compared"),
+        tiles="",
+        sections=f'<div class="grid2">{"".join(charts)}</div><div style="height:12px"></div>{"".join(tables)}',
+        footer=escape(f"spillway {__version__}; hover over a chart for values"),
+    )
