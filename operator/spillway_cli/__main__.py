@@ -206,7 +206,7 @@ def report(
     raise typer.Exit(report_command.report(run, file, output))
 
 
-@app.command(help="Compare runs: their jobs, figures and curves, and whether they have the same bits.")
+@app.command(help="Compare runs: figures, jobs, curves and bits.")
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN", help="Directories of runs.")],
     file: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="An HTML page with the curves.")] = None,
