@@ -623,6 +623,11 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.training.schedule.warmupSteps": 11},
         ("spec.training.schedule.warmupSteps", "11 must be at most training.steps (10)"),
     ),
+    (TRAINING_JOB.kind, "spec.training.schedule", 0): RuleCase(
+        {"spec.training.schedule": {"warmupRatio": "0.1"}},
+        {"spec.training.schedule": {"warmupRatio": "0.1", "warmupSteps": 1}},
+        ("spec.training.schedule.warmupRatio", "warmupSteps says it already"),
+    ),
     (TRAINING_JOB.kind, "spec.parallelism", 0): _never_changes("spec.parallelism", "spec.parallelism.nodes", 2),
     (TRAINING_JOB.kind, "spec", 2): RuleCase(
         {"spec.parallelism.nodes": 128, "spec.parallelism.devicesPerNode": 8},

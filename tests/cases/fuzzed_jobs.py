@@ -215,6 +215,8 @@ class _Maker:
             schedule = training["schedule"] = {"name": self._one_of("Cosine", "Linear", "Constant")}
             self._maybe(schedule, "warmupSteps", OFTEN, 0, 1, training["steps"])
             self._maybe(schedule, "finalFraction", OFTEN, "0", "0.1", "1")
+            if "warmupSteps" not in schedule:  # no number is drawn
+                schedule["warmupRatio"] = "0.03"
         return training
 
     # how, and where

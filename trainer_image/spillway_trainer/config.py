@@ -55,12 +55,12 @@ def loss_scale(spec: TrainingJobSpec) -> LossScaler:
 
 
 def learning_rate(spec: TrainingJobSpec) -> LearningRate:
-    schedule = spec.training.schedule
+    schedule, steps = spec.training.schedule, spec.training.steps
     return LearningRate(
         name=schedule.name,
         peak=spec.training.optimizer.learning_rate,
-        num_steps=spec.training.steps,
-        warmup_steps=schedule.warmup_steps,
+        num_steps=steps,
+        warmup_steps=schedule.warmup_steps if not schedule.warmup_ratio else math.ceil(schedule.warmup_ratio * steps),
         final_fraction=schedule.final_fraction,
     )
 

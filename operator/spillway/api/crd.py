@@ -54,7 +54,7 @@ from spillway.api.profiles import MemoryProfileSpec, MemoryProfileStatus, NodePr
 from spillway.api.rejections import NOT_YET
 from spillway.api.status import TrainingJobStatus
 from spillway.api.tracking import ONE_TRACKER
-from spillway.api.training import Training
+from spillway.api.training import ONE_WARM_UP, Training
 from spillway.api.training_job import TrainingJobSpec
 from spillway.update_rules import RULE_FIELDS, UpdateRule
 
@@ -348,6 +348,9 @@ JOB_RULES: dict[str, list[Schema]] = {
             "self.schedule.warmupSteps, self.steps",
             ".schedule.warmupSteps",
         ),
+    ],
+    "spec.training.schedule": [
+        _rule("!has(self.warmupRatio) || self.warmupSteps == 0", ONE_WARM_UP, at=".warmupRatio"),
     ],
     "spec.training.lossScale": [
         _rule(

@@ -108,14 +108,27 @@ class Optimizer(Fields):
         return self
 
 
+ONE_WARM_UP = "warmupSteps says it already; give one of the two"
+
+
 class Schedule(Fields):
     """Learning rate over the steps: a linear warm-up, then a fall to finalFraction of the peak."""
 
     name: Literal["Cosine", "Linear", "Constant"] = Field(default="Cosine", description="Shape after the warm-up.")
     warmup_steps: Count = Field(default=0, description="Steps of linear warm-up.")
+    warmup_ratio: Fraction | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,
+        description="The same as a share of training.steps, rounded up. Default: warmupSteps decides.",
+    )
     final_fraction: Fraction = Field(
         default=0.1, description="Learning rate of the last step as a fraction of the peak; Constant ignores it."
     )
+
+    @model_validator(mode="after")
+    def _one_warm_up(self) -> Self:
+        refuse([("warmupRatio", ONE_WARM_UP)] if self.warmup_ratio is not None and self.warmup_steps else [])
+        return self
 
 
 def _power_of_two(value: int) -> int:

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases.job_documents import job
+from spillway_trainer.config import learning_rate
 from spillway_trainer.optimizer.schedule import LearningRate, ScheduleName
 
 NAMES: tuple[ScheduleName, ...] = ("Constant", "Linear", "Cosine")
@@ -52,3 +54,9 @@ def test_every_step_of_a_run_learns(name: ScheduleName, num_steps: int, data: st
 def test_warmup_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match="warmup of 11 steps"):
         LearningRate("Cosine", peak=1.0, num_steps=10, warmup_steps=11)
+
+
+@pytest.mark.parametrize(("ratio", "steps", "expected"), [(0.03, 100, 3), (0.03, 101, 4), (0.0, 100, 0), (1.0, 7, 7)])
+def test_a_share_of_the_steps_is_rounded_up_as_in_transformers(ratio: float, steps: int, expected: int) -> None:
+    spec = job({"spec.training.steps": steps, "spec.training.schedule": {"warmupRatio": str(ratio)}}).spec
+    assert learning_rate(spec).warmup_steps == expected
