@@ -15,6 +15,7 @@ EXTRAS = {
     "operator": ("kubernetes",),
     "hf": ("transformers", "peft"),
     "fetch": ("s3fs", "aiohttp"),
+    "tables": ("pyarrow",),
     "trackers": ("tensorboardx", "mlflow-skinny", "wandb"),
     "deepspeed": ("deepspeed",),
 }

@@ -176,6 +176,8 @@ class _Source:
             return dict(self.files_of.find(self.root, detail=True))
 
         every = [self._described(path, info) for path, info in self.tried(listed).items() if not path.endswith("/")]
+        if self._scheme == "hf" and patterns == ("*",):  # of a data set: its page is no text to train on
+            every = [one for one in every if one.name != "README.md"]
         chosen = [one for one in every if any(fnmatch(PurePosixPath(one.name).name, pattern) for pattern in patterns)]
         if not chosen:
             what = (

@@ -18,6 +18,7 @@ OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severit
 WITHOUT = {
     "trainer": (WARNING, "this machine can plan and submit jobs, not train them"),
     "operator": (NOTE, "submit, status, logs and top of a cluster do not work"),
+    "tables": (NOTE, "no .parquet or .arrow files can be read"),
     "fetch": (NOTE, "nothing can be downloaded from s3:// or https:// (spec.*.fetch)"),
     "hf": (NOTE, "only llama by its sizes, without adapters, and your own entrypoints can be trained"),
     "trackers": (NOTE, "spec.tracking cannot show runs in TensorBoard, MLflow or Weights & Biases"),

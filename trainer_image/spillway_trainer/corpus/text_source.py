@@ -13,19 +13,20 @@ import xxhash
 
 from spillway.api.model import Location
 from spillway.errors import UserError
+from spillway.extras import need
 from spillway.units import counted, format_bytes
 
 from ..checkpoints.durable_files import describe_file
 
 PYTHON_STDLIB = "PythonStdlib"
 TEXT_SUFFIXES = (
-    *(".txt", ".md", ".rst", ".tex", ".html", ".jsonl"),
+    *(".txt", ".md", ".rst", ".tex", ".html", ".jsonl", ".parquet", ".arrow"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".go", ".rs", ".java", ".js", ".ts", ".sh"),
 )
 """Files of a directory that count as text; a single file given by name may have any suffix."""
 KINDS = {
     "text": ("text files", TEXT_SUFFIXES),
-    "chat": (".jsonl files of chats", (".jsonl",)),
+    "chat": (".jsonl, .parquet or .arrow files of chats", (".jsonl", ".parquet", ".arrow")),
     "tokens": (".idx files of Megatron-LM", (".bin", ".idx")),
 }
 """Of spec.data: what is in the files of a directory, and how they are named."""
@@ -33,6 +34,10 @@ PIECE_CHARACTERS = 2**20
 """A long document is read and encoded in pieces of about this size, cut at line ends."""
 
 _BINARY_PROBE_BYTES = 8192
+_TABLES = (".parquet", ".arrow")
+"""Files of rows: Parquet, and Arrow as the library `datasets` saves it."""
+_ROWS_AT_ONCE = 64
+_CHAT_COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 _NOT_IN_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -46,14 +51,14 @@ class Tally:
     binary: int = 0
     """Files with NUL bytes, skipped."""
     malformed: int = 0
-    """Lines of .jsonl files without a "text", skipped."""
+    """Lines of .jsonl files, and rows of tables, without a "text", skipped."""
 
     def sentence(self) -> str:
         """Empty when all was well."""
         found = (
             (self.undecodable, "files with undecodable bytes (replaced by U+FFFD)"),
             (self.binary, "binary files (skipped)"),
-            (self.malformed, 'lines of .jsonl without a "text" (skipped)'),
+            (self.malformed, 'lines or rows without a "text" (skipped)'),
         )
         return ", ".join(f"{count} {what}" for count, what in found if count)
 
@@ -90,6 +95,9 @@ class TextSource:
         """All text in order. Long documents come in several pieces; empty ones do not come at all."""
         for name in self.files:
             path = self.root / name
+            if path.suffix in _TABLES:
+                yield from _texts_of_rows(path, tally)
+                continue
             if _is_binary(path):
                 tally.binary += 1
                 continue
@@ -101,8 +109,12 @@ class TextSource:
             tally.undecodable += undecodable
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
-        """All lines that are not blank, each with its place, for messages."""
+        """All lines that are not blank, and all rows as such lines, each with its place, for messages."""
         for name in self.files:
+            if Path(name).suffix in _TABLES:
+                for number, row in enumerate(_rows(self.root / name, _CHAT_COLUMNS), 1):
+                    yield f"{self.root / name}: row {number}", json.dumps(row).encode()
+                continue
             with (self.root / name).open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
@@ -186,6 +198,40 @@ def _pieces_of(path: Path) -> Iterator[TextPiece]:
             following = file.read(PIECE_CHARACTERS)
             yield TextPiece(text, ends_document=not following)
             text = following
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
+    """The rows of a table, with those of `columns` that it has. Raises UserError where it has none, or is damaged."""
+    need("tables")
+    import pyarrow  # noqa: PLC0415 - for those who have such files
+    import pyarrow.parquet  # noqa: PLC0415
+
+    try:
+        with path.open("rb") as file:
+            if path.suffix == ".parquet":
+                table = pyarrow.parquet.ParquetFile(file)
+                names = table.schema_arrow.names
+                wanted = [name for name in columns if name in names]
+                batches = table.iter_batches(_ROWS_AT_ONCE, columns=wanted) if wanted else ()
+            else:
+                batches = pyarrow.ipc.open_stream(file)
+                names = batches.schema.names
+                wanted = [name for name in columns if name in names]
+            if not wanted:
+                raise UserError(f"{path}: has columns {', '.join(names)}; {' or '.join(columns)} is needed")
+            for batch in batches:
+                yield from batch.select(wanted).to_pylist()
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: cannot be read as {path.suffix[1:]}: {error}; copy it again") from error
+
+
+def _texts_of_rows(path: Path, tally: Tally) -> Iterator[TextPiece]:
+    for row in _rows(path, ("text",)):
+        if isinstance(text := row["text"], str) and text:
+            tally.documents += 1
+            yield TextPiece(text, ends_document=True)
+        else:
+            tally.malformed += 1
 
 
 def _lines_of_json(path: Path, tally: Tally) -> Iterator[TextPiece]:
