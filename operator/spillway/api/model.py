@@ -256,8 +256,9 @@ class Data(Fields):
     chat: Location | None = Field(
         default=None,
         exclude_if=lambda given: given is None,
-        description="A file of .jsonl, .parquet or .arrow, or a directory of them: each line or row has messages, or prompt "
-        "and completion (docs/data.md). Needs model.source, whose chat template is used. The loss counts responses only.",
+        description="A file of .jsonl, .parquet or .arrow, or a directory of them: each line or row has messages, or "
+        "prompt and completion (docs/data.md). Needs model.source, whose chat template is used. The loss counts "
+        "responses only.",
     )
     tokens: Location | None = Field(
         default=None,
