@@ -53,8 +53,7 @@ def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"spec.model: built, but its forward fails on a micro-batch: {type(error).__name__}: {error}; mend the "
-            "model"
+            f"spec.model: its forward fails on a micro-batch: {type(error).__name__}: {error}; correct the model"
         ) from error
 
 

@@ -94,7 +94,7 @@ class Fetch(Fields):
 
     uri: Annotated[str, Field(max_length=2048, pattern=FETCHED)] = Field(
         description="s3://bucket/directory, hf://organisation/model, hf://datasets/organisation/name, or the https:// "
-        "address of one file. Of a model: its .json, .safetensors, .jinja, .model and .txt files.",
+        "address of one file. For model.source only .json, .safetensors, .jinja, .model and .txt files are downloaded.",
     )
     secret_name: ClaimName | None = Field(
         default=None,

@@ -150,10 +150,11 @@ class SecurityContext(Fields):
     """User and groups of the pod. It never runs as root."""
 
     assigned_by_cluster: Flag = Field(
-        default=False, description="True: the pod names no ids, and the cluster assigns them, as OpenShift does."
+        default=False,
+        description="True: the pod sets no user or group ids, and the cluster assigns them, as OpenShift does.",
     )
-    run_as_user: UserId | None = Field(default=None, description=f"User. Default: {USER_ID}.")
-    run_as_group: UserId | None = Field(default=None, description=f"Group. Default: {USER_ID}.")
+    run_as_user: UserId | None = Field(default=None, description=f"User id. Default: {USER_ID}.")
+    run_as_group: UserId | None = Field(default=None, description=f"Group id. Default: {USER_ID}.")
     fs_group: UserId | None = Field(
         default=None,
         description=f"Group that owns the pod's volumes, where their driver can set it. Default: {USER_ID}.",

@@ -24,7 +24,8 @@ class ParameterGroup(Fields):
     )
     weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
         default=None,
-        description="Weight decay of the group, including vectors. Default: the optimizer's; vectors do not decay.",
+        description="Weight decay of the group, also of its vectors (biases, norm weights). Default: the optimizer's, "
+        "and 0 for vectors.",
     )
 
 

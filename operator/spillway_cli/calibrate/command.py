@@ -360,7 +360,7 @@ def from_runs(read: Sequence[RunEvidence], target: Path, cores: int, node: NodeS
     """Corrects by the runs the machine's profile (--output, if it exists), else the catalog's rates."""
     device = node.device_kind
     if any(run.device != device for run in read):
-        raise UserError("--from: some runs used a GPU and some the CPU; correct each profile by its own runs")
+        raise UserError("--from: some runs used a GPU and some the CPU; pass runs of one kind at a time")
     own = own_profile(cores, device, given=target if target.exists() else None)
     before = node if own.spec is None else with_rates(own.spec, node)
     found = medians([corrections(run.work, run.rates(before), run.step, run.overlap) for run in read])

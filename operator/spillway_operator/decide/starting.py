@@ -230,8 +230,8 @@ def _latest(known: tuple[Escalation, ...], decided: tuple[Escalation, ...]) -> t
 _NO_NUMBER = false(
     c.PLANNED,
     c.NO_NUMBER,
-    f"status.attempts leaves no number for another attempt (at most {MAX_ATTEMPTS}): somebody else wrote it; correct "
-    "it with `kubectl edit --subresource=status`",
+    f"no further attempt can start: status.attempts has the highest number, {MAX_ATTEMPTS}, which the operator did not "
+    "write; restore the real numbers with `kubectl edit --subresource=status`",
 )
 
 

@@ -254,7 +254,7 @@ def test_what_an_entry_point_prints_is_no_part_of_the_answer(tmp_path: Path, mon
     document["spec"]["model"] = {"entrypoint": "their_chain:failing"}
     done = inspect_command(document, tmp_path)
     assert (done.returncode, done.stdout) == (64, "")
-    assert "spec.model: built, but its forward fails on a micro-batch: RuntimeError: " in done.stderr
+    assert "spec.model: its forward fails on a micro-batch: RuntimeError: " in done.stderr
 
 
 # --- what a segment may not write -------------------------------------------------------------------------------------

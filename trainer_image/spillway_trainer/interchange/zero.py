@@ -148,7 +148,10 @@ def _groups_of(rank: Mapping[str, Any], stage: int, path: Path) -> list[RankGrou
     with laid_out(path, PROGRAM):
         found = int(rank["optimizer_state_dict"]["zero_stage"])
         if found != stage:
-            raise UserError(f"{path}: of ZeRO stage {found}, the other ranks' of {stage}; these are two checkpoints")
+            raise UserError(
+                f"{path}: this file is of ZeRO stage {found}, those of other ranks of stage {stage}, so the directory "
+                "mixes two checkpoints; keep the files of one"
+            )
         key = "fp32_flat_groups" if stage == _WEIGHTS_STAGE else "single_partition_of_fp32_groups"
         masters, inner = rank["optimizer_state_dict"][key], _optimizer_state(rank, stage, path)
         if not inner["state"]:

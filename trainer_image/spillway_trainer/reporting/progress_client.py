@@ -97,7 +97,9 @@ def endpoint(environment: Mapping[str, str]) -> Endpoint | None:
     url = url_of(text)
     token, ca = environment.get(TOKEN_VARIABLE), environment.get(CA_VARIABLE)
     if url is None or url.scheme not in ("http", "https") or not url.hostname or (url.scheme == "http" and token):
-        raise UserError(f"{URL_VARIABLE} = {text}: an https URL is needed; the operator sets it")
+        raise UserError(
+            f"{URL_VARIABLE} = {text}: must be an https URL; the operator sets it, so remove your own value"
+        )
     return Endpoint(url, Path(token) if token else None, Path(ca) if ca else None)
 
 
