@@ -351,7 +351,7 @@ def list_for_dict(state: Any) -> None:
         (another_step, r"3 of group 0 in bf16_zero_pp_rank_0.*and 7 of group 0 in bf16_zero_pp_rank_1"),
         (broken_step, r"rank_1.*step: expected a number of steps, found 2\.5"),
         (too_short, r"values in flat group 0 for parameters of 51"),
-        (another_stage, r"rank_1.*of ZeRO stage 3, the other ranks' of 2"),
+        (another_stage, r"rank_1.*of ZeRO stage 3, those of other ranks of stage 2"),
         (no_states, r"rank_1.*not laid out as DeepSpeed does \(no 'single_partition_of_fp32_groups'\)"),
         (list_for_dict, r"rank_1"),
     ],
