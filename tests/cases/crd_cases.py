@@ -148,6 +148,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.data.tokens.subPath": CHAT | {"spec.data": {"tokens": {"claim": "any"}}},
     "spec.data.evaluation.text.subPath": {"spec.data.evaluation": {"text": {"claim": "any"}}},
     **{f"{path}.fetch.{name}": companions for path, companions in FETCHED_AT.items() for name in ("uri", "secretName")},
+    **dict.fromkeys(("spec.data.tokens.claim", "spec.data.tokens.path"), CHAT | {"spec.data": {"tokens": {}}}),
     **dict.fromkeys(("spec.data.chat.claim", "spec.data.chat.path", "spec.data.evaluation.chat.path"), CHAT),
     "spec.data.chat.subPath": CHAT | {"spec.data.chat": {"claim": "any"}},
     "spec.data.evaluation.chat.claim": CHAT,
@@ -780,7 +781,8 @@ class CaseBuilder:
 
     def _required(self, constraint: Constraint, node: Schema, name: str) -> Iterator[Case]:
         path = f"{constraint.path}.{name}".lstrip(".")
-        whole = self._changed({path: sample(node["properties"][name])} if path not in _GIVEN else {})
+        companions = COMPANIONS.get(path, {})
+        whole = self._changed({**companions, path: sample(node["properties"][name])} if path not in _GIVEN else {})
         yield Case(constraint, self.kind, True, whole)
         lacking = copy.deepcopy(whole)
         holder = _at(lacking, _steps(constraint.path))

@@ -152,11 +152,10 @@ def test_weight_stationary_loads_do_not_grow_with_micro_batches(laboratory: Labo
 
 
 def test_nothing_is_written_back(laboratory: Laboratory) -> None:
-    """What leaves the device are gradients, in their own type, once a micro-batch."""
-    model = Model(num_micro_batches=2)
-    parameters = sum(p.numel() * p.element_size() for p in model.build().parameters())
-    moved = laboratory.streamed(model, Technique()).moved_bytes
-    assert moved[Lane.D2H] == 2 * 2 * parameters
+    """Gradients are added where backward wrote them, and updates write the homes."""
+    moved = laboratory.streamed(Model(num_micro_batches=2), Technique()).moved_bytes
+    assert moved[Lane.H2D] > 0
+    assert Lane.D2H not in moved
 
 
 def test_a_boundary_leaves_the_device_once_and_comes_back_twice(laboratory: Laboratory) -> None:
@@ -168,7 +167,7 @@ def test_a_boundary_leaves_the_device_once_and_comes_back_twice(laboratory: Labo
         for boundaries in (Policy.KEEP, Policy.HOST)
     )
     boundaries = 2 * 7 * 4 * (2 * 8 * 16 * 4)  # steps, boundaries, micro-batches, float32 values
-    assert moved[Lane.D2H] - kept[Lane.D2H] == boundaries
+    assert (Lane.D2H in kept, moved[Lane.D2H]) == (False, boundaries)
     assert moved[Lane.H2D] - kept[Lane.H2D] == 2 * boundaries
 
 

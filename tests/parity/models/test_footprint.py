@@ -231,7 +231,7 @@ def lean(groups: list[candidates.CandidateGroup], *, moves: bool) -> list[candid
         layers = group.question.num_layers
         layouts = [one for one in group.layouts if (one.blocks.moved if moves else one.blocks.kept) == layers]
         if group.work.lean:
-            found.append(replace(group, layouts=layouts))
+            found.append(replace(group, layouts=candidates.Layouts(layouts)))
     return found
 
 
