@@ -191,7 +191,7 @@ def _check_tied(chain: Chain, where: str) -> None:
         if unknown := [name for name in (alias, owner) if name not in parameters]:
             raise UserError(f"{said}; there is no parameter {unknown[0]}")
         if owner in tied:
-            raise UserError(f"{said}, which is itself tied to {tied[owner]}; write {tied[owner]} for {alias}, too")
+            raise UserError(f"{said}, but {owner} is itself tied; tie {alias} to a parameter that is not")
         one, other = (
             f"{list(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
             for p in (parameters[alias], parameters[owner])
