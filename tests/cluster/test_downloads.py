@@ -109,10 +109,7 @@ def test_denied_access_is_a_condition_until_the_secret_is_right(
         spillway.bed.claim(name, namespace, ("ReadWriteMany",))
     secret(spillway, namespace, {"AWS_ENDPOINT_URL": store.url, "AWS_EC2_METADATA_DISABLED": "true"})
     spillway.create(fetching(namespace, "denied"))
-    spillway.until(
-        lambda found: any(one.get("reason") == "InspectionFailed" for one in found["status"].get("conditions", [])),
-        namespace, "denied", SECONDS,
-    )  # fmt: skip
+    spillway.until_reason(namespace, "denied", "InspectionFailed", SECONDS)
     said = spillway.condition(namespace, "denied", "Planned")["message"]
     assert "s3://shelf/chats: access denied" in said and "fetch.secretName" in said
     spillway.bed.kubectl("patch", "secret", "keys", "-n", namespace, "-p", json.dumps({"stringData": KEYS}))

@@ -47,10 +47,7 @@ def test_a_directory_is_inspected_and_trained_whole_and_with_adapters(spillway: 
 def test_a_directory_without_a_model_is_an_error_until_it_is_mended(spillway: Installed, namespace: str) -> None:
     folder = spillway.bed.claim("models", namespace, ("ReadOnlyMany",))
     spillway.create(of_a_directory(namespace, "late"))
-    spillway.until(
-        lambda job: any(one.get("reason") == "InspectionFailed" for one in job["status"].get("conditions", [])),
-        namespace, "late", SECONDS,
-    )  # fmt: skip
+    spillway.until_reason(namespace, "late", "InspectionFailed", SECONDS)
     said = spillway.condition(namespace, "late", "Planned")["message"]
     print(f"\n{said}")
     assert "gpt2" in said and f"kubectl delete job late-inspect -n {namespace}" in said

@@ -78,6 +78,14 @@ class Installed:
         )  # fmt: skip
         return self.job(namespace, name)
 
+    def until_reason(self, namespace: str, name: str, reason: str, seconds: float = PAIR_SECONDS) -> None:
+        """Until a condition of the job has that reason."""
+
+        def has(job: Document) -> bool:
+            return any(one.get("reason") == reason for one in job["status"].get("conditions", []))
+
+        self.until(has, namespace, name, seconds)
+
     def until(
         self, what: Callable[[Document], bool], namespace: str, name: str, seconds: float = PAIR_SECONDS
     ) -> Document:

@@ -30,6 +30,7 @@ from spillway.errors import UserError
 from spillway.units import counted, format_bytes
 
 from .checkpoints.durable_files import DurableFiles
+from .corpus.text_source import directory_of
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What of a model's directory is fetched: a hub may keep the same weights in four formats."""
@@ -40,7 +41,6 @@ PATIENCE_SECONDS = 300.0
 LONGEST_WAIT_SECONDS = 30.0
 TELL_SECONDS = 10.0
 RECORD = ".fetched"
-_LISTING = f"{RECORD}.listing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def fetch_all(spec: TrainingJobSpec, claims: Mapping[str, str | Path], tell: Cal
     """Every download of a job that is not there yet. Raises UserError."""
     for field, place in spec.places.items():
         if place.fetch is not None:
-            directory = Path(place.path) if place.path is not None else Path(claims[place.claim or ""]) / place.sub_path
+            directory = directory_of(place, claims, f"spec.{field}")
             patterns = MODEL_FILES if field == "model.source" else ("*",)
             fetch(f"spec.{field}.fetch.uri", place.fetch.uri, directory, patterns, tell)
 
@@ -87,7 +87,6 @@ def fetch(field: str, uri: str, directory: Path, patterns: Sequence[str], tell: 
                                 f"{format_bytes(free)} free; use a larger volume")  # fmt: skip
             _forget_changed(staging, uri, found)
             _Download(source, found, staging, tell).run()
-            (staging / _LISTING).rename(staging / RECORD)
             for place, _, _ in os.walk(staging):
                 DurableFiles().sync_directory(Path(place))
             if directory.exists():
@@ -128,7 +127,7 @@ def _is_there(directory: Path, uri: str, where: str) -> bool:
 
 def _forget_changed(staging: Path, uri: str, found: Sequence[RemoteFile]) -> None:
     """Keeps of an earlier try what is the same at its source still, and notes what is fetched now."""
-    listing = staging / _LISTING
+    listing = staging / RECORD
     versions = {one.name: one.version for one in found}
     try:
         before = json.loads(listing.read_text(encoding="utf-8"))
@@ -195,7 +194,7 @@ class _Source:
         name = beside or PurePosixPath(path.partition("?")[0]).name
         size = info.get("size")
         tag = str(info.get("ETag") or "").strip('"')
-        algorithm, digest, version = "", "", tag
+        algorithm = digest = ""
         if self._scheme == "s3" and len(tag) == 32:  # of an object that was uploaded in one part
             algorithm, digest = "md5", tag
         if lfs := info.get("lfs"):

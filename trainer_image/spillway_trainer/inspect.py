@@ -381,6 +381,8 @@ def _in_pod(asked: Path, termination: Path) -> int:
         termination.write_text(str(error)[:MOST_TERMINATION_BYTES], encoding="utf-8", errors="replace")
         print(error, file=sys.stderr)
         return error.exit_code
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     termination.write_text(told, encoding="ascii")
     return 0
 

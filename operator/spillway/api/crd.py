@@ -47,7 +47,7 @@ from spillway.api.limits import (
     VERSION,
 )
 from spillway.api.memory import Parallelism
-from spillway.api.model import FETCHED_BELOW, Data, Model
+from spillway.api.model import CHAT_EVALUATES_CHAT, FETCHED_BELOW, FETCHED_ON_CLAIM, TEXT_EVALUATES_NO_CHAT, Data, Model
 from spillway.api.operator_config import CONFIG_NAME, OperatorConfigSpec
 from spillway.api.pod import ASSIGNED_BY_CLUSTER, FIXED_WITHOUT_PLAN, REQUESTED_BY_PLAN
 from spillway.api.profiles import MemoryProfileSpec, MemoryProfileStatus, NodeProfileSpec
@@ -139,7 +139,7 @@ _LOCATION = [
         "belongs to a claim; write the whole directory into path",
         at=".subPath",
     ),
-    _rule("!has(self.fetch) || has(self.claim)", "needs a claim: an image cannot be written", at=".fetch"),
+    _rule("!has(self.fetch) || has(self.claim)", FETCHED_ON_CLAIM, at=".fetch"),
     _rule(
         "!has(self.fetch) || !has(self.claim) || (has(self.subPath) && size(self.subPath) > 0)",
         FETCHED_BELOW,
@@ -179,9 +179,9 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
     ("has(self.data.chat) && !has(self.model.source)", ".data.chat", CHAT_NEEDS_SOURCE),
     ("has(self.data.tokens) && !has(self.model.source)", ".data.tokens", TOKENS_NEED_SOURCE),
     ("has(self.data.evaluation) && has(self.data.evaluation.chat) && !has(self.data.chat)", ".data.evaluation.chat",
-     "belongs to data.chat; use evaluation.text or fraction"),
+     CHAT_EVALUATES_CHAT),
     ("has(self.data.evaluation) && has(self.data.evaluation.text) && has(self.data.chat)", ".data.evaluation.text",
-     "chats are evaluated on chats; use evaluation.chat or fraction"),
+     TEXT_EVALUATES_NO_CHAT),
     (f"{_DISABLED} && !({_ADVANCED}.optimizer.placement in ['Auto', 'Device'])",
      ".memory.advanced.optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device"),
     (f"{_DISABLED} && !({_ADVANCED}.optimizer.overlap in ['Auto', 'None'])",

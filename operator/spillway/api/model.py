@@ -24,6 +24,9 @@ from spillway.api.limits import MIN_TEXT_VOCABULARY
 from spillway.errors import UserError
 
 FETCHED = r"^(s3|hf|https?)://[^/\s]\S*$"
+FETCHED_ON_CLAIM = "needs a claim: an image cannot be written"
+CHAT_EVALUATES_CHAT = "belongs to data.chat; use evaluation.text or fraction"
+TEXT_EVALUATES_NO_CHAT = "chats are evaluated on chats; use evaluation.chat or fraction"
 FETCHED_BELOW = "a download fills a directory of its own on the claim: name it"
 
 
@@ -276,8 +279,8 @@ class Data(Fields):
     def _one_of(self) -> Self:
         problems = exactly_one(self, ("text", "chat", "tokens", "hugging_face", "entrypoint", "builtin"))
         if self.evaluation is not None and self.chat is None and self.evaluation.chat is not None:
-            problems.append(("evaluation.chat", "belongs to data.chat; use evaluation.text or fraction"))
+            problems.append(("evaluation.chat", CHAT_EVALUATES_CHAT))
         if self.evaluation is not None and self.chat is not None and self.evaluation.text is not None:
-            problems.append(("evaluation.text", "chats are evaluated on chats; use evaluation.chat or fraction"))
+            problems.append(("evaluation.text", TEXT_EVALUATES_NO_CHAT))
         refuse(problems)
         return self

@@ -8,7 +8,7 @@ from typing import Any
 from spillway.api.limits import MIN_TEXT_VOCABULARY
 from spillway.api.manifest import dotted, shown
 from spillway.api.members import problems_of
-from spillway.api.model import Model, Precision
+from spillway.api.model import FETCHED_ON_CLAIM, Model, Precision
 from spillway.api.pod import Checkpoint
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem
@@ -53,7 +53,7 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
          "runs on CPUs only so far; use Ddp on Cuda devices (`spillway plan` compares all strategies)"),
     ]  # fmt: skip
     return _refused(found, job) + [
-        FieldProblem(f"spec.{field}.fetch", place.fetch.uri, "needs a claim: an image cannot be written")
+        FieldProblem(f"spec.{field}.fetch", place.fetch.uri, FETCHED_ON_CLAIM)
         for field, place in job.spec.places.items()
         if place.fetch is not None and place.claim is None
     ]

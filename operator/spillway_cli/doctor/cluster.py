@@ -12,11 +12,12 @@ from spillway import DISTRIBUTION
 from spillway.api.crd import KINDS, Kind, definition
 from spillway.api.limits import GROUP, VERSION
 from spillway.api.training_job import TrainingJob
+from spillway.units import counted
 
 from ..cluster.api import NO_CLUSTER
 from ..cluster.job_status import conditions, has_ended, that_matter, value_at
 from ..console import printable
-from .findings import STALE_DAYS, Diagnosis, Missing, Severity, days_since, plural
+from .findings import STALE_DAYS, Diagnosis, Missing, Severity, days_since
 
 OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
 Object = Mapping[str, Any]
@@ -287,7 +288,7 @@ def profiles(facts: ClusterFacts, now: datetime) -> Iterator[Diagnosis]:
     if undated:
         yield finding(check, NOTE, f"NodeProfiles without a spec.measuredTime: {some(sorted(undated))}")
     if not stale and not undated:
-        yield finding(check, OK, f"{plural(len(times), 'NodeProfile')}, all younger than {STALE_DAYS} days")
+        yield finding(check, OK, f"{counted(len(times), 'NodeProfile')}, all younger than {STALE_DAYS} days")
 
 
 def metrics_source(facts: ClusterFacts) -> Iterator[Diagnosis]:
@@ -330,7 +331,7 @@ def stuck_jobs(facts: ClusterFacts) -> Iterator[Diagnosis]:
                 message = f"{name}: {one.get('type')}={one.get('status')} ({reason}): {one.get('message', '')}"
                 yield finding("jobs", severity, message, FIXES[reason])
     if not troubled:
-        yield finding("jobs", OK, f"{plural(len(facts.jobs), 'TrainingJob')} in {facts.namespace}, none stuck")
+        yield finding("jobs", OK, f"{counted(len(facts.jobs), 'TrainingJob')} in {facts.namespace}, none stuck")
 
 
 # --- volumes of --job -------------------------------------------------------------------------------------------------
@@ -338,11 +339,9 @@ def stuck_jobs(facts: ClusterFacts) -> Iterator[Diagnosis]:
 
 def claims_of(job: TrainingJob) -> dict[str, str]:
     """Claim -> the field that names it."""
-    spec = job.spec
     places = {
-        "spec.checkpoint.claim": spec.checkpoint.claim,
-        **{f"spec.{field}.claim": place.claim for field, place in spec.texts.items()},
-        "spec.model.source.claim": spec.model.source.claim if spec.model.source else None,
+        "spec.checkpoint.claim": job.spec.checkpoint.claim,
+        **{f"spec.{field}.claim": place.claim for field, place in job.spec.places.items()},
     }
     return {claim: path for path, claim in places.items() if claim}
 

@@ -21,12 +21,13 @@ from spillway import __version__
 from spillway.api.load import load_job
 from spillway.api.training_job import TrainingJob
 from spillway.errors import SpillwayError
+from spillway.units import counted
 
 from ..cluster.api import ClusterClient, connect, is_configured
 from ..console import Format, print_json, result_console
 from . import gather as doctor_gather
 from .cluster import cluster_findings
-from .findings import Diagnosis, Missing, Severity, num_errors, plural
+from .findings import Diagnosis, Missing, Severity, num_errors
 from .machine import machine_findings
 
 LONGEST_SECONDS = 8.0
@@ -138,8 +139,8 @@ def say(console: Console, findings: Sequence[Diagnosis], seconds: float) -> None
                 console.print(f"{begin}{finding.message}", style=COLOURS[finding.severity])
                 if finding.fix:
                     console.print(f"{'':<{len(begin)}}fix: {finding.fix}")
-    counted = [
-        plural(sum(finding.severity is severity for finding in findings), severity.value)
+    numbers = [
+        counted(sum(finding.severity is severity for finding in findings), severity.value)
         for severity in (Severity.ERROR, Severity.WARNING, Severity.NOTE)
     ]
-    console.print(f"{', '.join(counted)} in {seconds:.1f} s")
+    console.print(f"{', '.join(numbers)} in {seconds:.1f} s")

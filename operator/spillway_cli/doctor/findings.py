@@ -64,7 +64,3 @@ def days_since(time: str, now: datetime) -> float | None:
     except ValueError:
         return None
     return (now - then.replace(tzinfo=then.tzinfo or UTC)).total_seconds() / 86400
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"

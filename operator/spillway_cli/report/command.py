@@ -35,11 +35,16 @@ def report(run_path: Path, file: Path | None, output: Format) -> int:
 
 def write_report(record: RunRecord, path: Path) -> Path:
     """Writes the report. Raises UserError when `path` cannot be written."""
+    write_page(path, render_report(record))
+    return path
+
+
+def write_page(path: Path, text: str) -> None:
+    """Raises UserError when `path` cannot be written."""
     try:
-        write_atomic(path, render_report(record))
+        write_atomic(path, text)
     except OSError as error:
         raise UserError(f"{path}: cannot write the report ({error.strerror}); name another --output") from error
-    return path
 
 
 def read_record(run: RunDirectory, trains: bool = False) -> RunRecord:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
-from typing import Any
 
 from spillway import __version__
 from spillway.api.job_file import JobFile
+from spillway.api.pod import leaves
 from spillway.errors import UserError
 from spillway.units import counted, format_bytes, format_seconds
 
 from ..console import Format, print_json, result_console, table
-from ..record.directory import existing_run, is_taken, write_atomic
+from ..record.directory import existing_run, is_taken
 from ..record.summary import RunSummary, format_loss, summarize
-from .charts import Series, line_chart
-from .command import read_record
-from .page import MEMBER_COLOURS, RunRecord, html_table, section
+from .command import read_record, write_page
+from .page import MEMBER_COLOURS, RunRecord, curves_of, document, html_table, section
 
 MOST_RUNS = len(MEMBER_COLOURS)
 NOT_SET = "-"
@@ -47,10 +43,7 @@ def compare(paths: Sequence[Path], file: Path | None, output: Format) -> int:
     runs = [_read(path) for path in paths]
     same = sentence(runs)
     if file is not None:
-        try:
-            write_atomic(file, _page(runs, same))
-        except OSError as error:
-            raise UserError(f"{file}: cannot write the page ({error.strerror}); name another --output") from error
+        write_page(file, _page(runs, same))
     if output is Format.JSON:
         print_json(
             {
@@ -81,14 +74,8 @@ def _read(path: Path) -> Compared:
         spec = JobFile.model_validate_json(run.job_file.read_text(encoding="utf-8")).spec
     except (OSError, ValueError) as error:
         raise UserError(f"{run.job_file}: missing, damaged, or not of this version of spillway") from error
-    told = dict(_leaves(spec.model_dump(mode="json", by_alias=True, exclude_none=True)))
+    told = {path: str(value) for path, value in leaves(spec.model_dump(mode="json", by_alias=True, exclude_none=True))}
     return Compared(str(path), record, summarize(record.log, record.plan, record.measured), told)
-
-
-def _leaves(value: Any, path: str = "") -> list[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{path}.{key}" if path else key)]
-    return [(path, str(value))]
 
 
 def differences(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
@@ -146,18 +133,11 @@ def sentence(runs: Sequence[Compared]) -> str:
 
 
 def _page(runs: Sequence[Compared], same: str) -> str:
-    curves, evaluations = [], []
-    for colour, run in zip(MEMBER_COLOURS, runs, strict=False):
-        log = run.record.log
-        curves.append(Series(run.name, colour, [(step.metrics.step, step.metrics.loss) for step in log.curve]))
-        evaluated = [(float(step), each.loss) for step, each in sorted(log.evaluations.items())]
-        evaluations.append(Series(run.name, colour, evaluated, dots=True))
-    charts = [
-        section("Loss", "Mean over the tokens of each step.", line_chart("nats per token", curves, from_zero=False))
-    ]
-    if any(one.points for one in evaluations):
-        chart = line_chart("nats per token", evaluations, from_zero=False)
-        charts.append(section("Evaluation", "On held-out text.", chart))
+    charts = curves_of(
+        [(run.name, run.record.log) for run in runs],
+        ("Loss", "Mean over the tokens of each step."),
+        ("Evaluation", "On held-out text."),
+    )
     headings = ["", *(run.name for run in runs)]
     tables = [
         section(title, note, html_table(headings, [[name, *values] for name, values in rows], 1))
@@ -166,10 +146,6 @@ def _page(runs: Sequence[Compared], same: str) -> str:
         )
         if rows
     ]  # fmt: skip
-    return Template(files("spillway_cli").joinpath("report.html").read_text(encoding="utf-8")).substitute(
-        title=escape(" and ".join(run.record.title for run in runs)),
-        subtitle=escape(f"{len(runs)} runs compared"),
-        tiles="",
-        sections=f'<div class="grid2">{"".join(charts)}</div><div style="height:12px"></div>{"".join(tables)}',
-        footer=escape(f"spillway {__version__}; hover over a chart for values"),
-    )
+    title = " and ".join(run.record.title for run in runs)
+    footer = f"spillway {__version__}; hover over a chart for values"
+    return document(title, f"{len(runs)} runs compared", footer, "", charts, tables)

@@ -97,13 +97,19 @@ def render_sweep(run: RunRecord) -> str:
 
 
 def page(run: RunRecord, tiles: str, charts: Sequence[str], sections: Sequence[str]) -> str:
+    footer = f"spillway {run.version}, plan for node {run.plan.node}; hover over a chart for values"
+    return document(run.title, subtitle(run), footer, tiles, charts, sections)
+
+
+def document(title: str, subtitle: str, footer: str, tiles: str, charts: Sequence[str], sections: Sequence[str]) -> str:
+    """The whole page; `tiles`, `charts` and `sections` are HTML."""
     template = Template(files("spillway_cli").joinpath("report.html").read_text(encoding="utf-8"))
     return template.substitute(
-        title=escape(run.title),
-        subtitle=escape(subtitle(run)),
+        title=escape(title),
+        subtitle=escape(subtitle),
         tiles=tiles,
         sections=f'<div class="grid2">{"".join(charts)}</div><div style="height:12px"></div>{"".join(sections)}',
-        footer=escape(f"spillway {run.version}, plan for node {run.plan.node}; hover over a chart for values"),
+        footer=escape(footer),
     )
 
 
@@ -183,17 +189,27 @@ def figures_of(member: MemberView) -> str:
 
 def curves_sections(run: RunRecord) -> list[str]:
     """A loss curve for each member, and an evaluation curve if there are evaluations."""
+    return curves_of(
+        [(member.name, run.member_logs.get(member.name, RunLog())) for member in run.members],
+        ("Loss of each member", "Mean over the tokens of each step of the member."),
+        ("Evaluation of each member", "On held-out text; used by successive halving."),
+    )
+
+
+def curves_of(
+    logs: Sequence[tuple[str, RunLog]], of_loss: tuple[str, str], of_evaluation: tuple[str, str]
+) -> list[str]:
+    """A section with a loss curve for each log, by name, and one for evaluations if there are any. The pairs are
+    heading and note."""
     losses, evaluations = [], []
-    for index, member in enumerate(run.members):
-        colour, own = MEMBER_COLOURS[index % len(MEMBER_COLOURS)], run.member_logs.get(member.name, RunLog())
-        losses.append(Series(member.name, colour, [(step.metrics.step, step.metrics.loss) for step in own.curve]))
-        evaluated = [(step, each.loss) for step, each in sorted(own.evaluations.items())]
-        evaluations.append(Series(member.name, colour, evaluated, dots=True))
-    chart = line_chart("nats per token", losses, from_zero=False)
-    made = [section("Loss of each member", "Mean over the tokens of each step of the member.", chart)]
+    for index, (name, log) in enumerate(logs):
+        colour = MEMBER_COLOURS[index % len(MEMBER_COLOURS)]
+        losses.append(Series(name, colour, [(step.metrics.step, step.metrics.loss) for step in log.curve]))
+        evaluated = [(step, each.loss) for step, each in sorted(log.evaluations.items())]
+        evaluations.append(Series(name, colour, evaluated, dots=True))
+    made = [section(*of_loss, line_chart("nats per token", losses, from_zero=False))]
     if any(one.points for one in evaluations):
-        chart = line_chart("nats per token", evaluations, from_zero=False)
-        made.append(section("Evaluation of each member", "On held-out text; used by successive halving.", chart))
+        made.append(section(*of_evaluation, line_chart("nats per token", evaluations, from_zero=False)))
     return made
 
 

@@ -208,20 +208,15 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
 
     try:
         with path.open("rb") as file:
-            if path.suffix == ".parquet":
-                table = pyarrow.parquet.ParquetFile(file)
-                names = table.schema_arrow.names
-                wanted = [name for name in columns if name in names]
-                batches = table.iter_batches(_ROWS_AT_ONCE, columns=wanted) if wanted else ()
-            else:
-                batches = pyarrow.ipc.open_stream(file)
-                names = batches.schema.names
-                wanted = [name for name in columns if name in names]
+            parquet = path.suffix == ".parquet"
+            table = pyarrow.parquet.ParquetFile(file) if parquet else pyarrow.ipc.open_stream(file)
+            names = (table.schema_arrow if parquet else table.schema).names
+            wanted = [name for name in columns if name in names]
             if not wanted:
                 raise UserError(f"{path}: has columns {', '.join(names)}; {' or '.join(columns)} is needed")
-            for batch in batches:
+            for batch in table.iter_batches(_ROWS_AT_ONCE, columns=wanted) if parquet else table:
                 yield from batch.select(wanted).to_pylist()
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as {path.suffix[1:]}: {error}; copy it again") from error
 
 
@@ -254,7 +249,7 @@ def _text_of(line: str) -> str:
     return text.encode(errors="replace").decode() if isinstance(text, str) else ""
 
 
-def directory_of(location: Location, claims: Mapping[str, str], field: str) -> Path:
+def directory_of(location: Location, claims: Mapping[str, str | Path], field: str) -> Path:
     """The directory (or file) of a location as this process sees it. Raises UserError for a claim that is not there."""
     if location.path is not None:
         return Path(location.path)

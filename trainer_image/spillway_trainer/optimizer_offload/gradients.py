@@ -210,9 +210,9 @@ class Gradients:
                 self._add_through_staging(part)
             else:
                 self._waiting[run.lane].append(part)
+                self._waiting_bytes += sum(one.nbytes for one in values)
         self._arrived.add(name)
         self._window.add(nbytes, read)
-        self._waiting_bytes += nbytes
         if self._waiting_bytes >= BATCH_BYTES:
             self.hand_over()
         return is_last
