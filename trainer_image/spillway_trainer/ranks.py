@@ -68,8 +68,8 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
     if not text.isdecimal():
         raise UserError(
-            f"environment variable {name} is {text!r}, but must be a number; start the trainer with `python -m "
-            "spillway_trainer.launch`, which sets it"
+            f"environment variable {name} is {text!r}, but must be a whole number, 0 or more; start the trainer "
+            "with `python -m spillway_trainer.launch`, which sets it"
         )
     return int(text)
 

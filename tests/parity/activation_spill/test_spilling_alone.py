@@ -537,7 +537,7 @@ def test_a_directory_in_memory_is_refused_before_there_is_a_file(
 
 GIVEN: dict[str, dict[str, Any]] = {
     "nvme_bytes = -5: give a whole number of bytes, 1 or more": {"nvme_bytes": -5},
-    "nvme_bytes = '1Gi': give a whole number": {"nvme_bytes": "1Gi"},
+    "nvme_bytes = '1Gx': ": {"nvme_bytes": "1Gx"},
     "nvme_bytes = True: give a whole number": {"nvme_bytes": True},
     "device_bytes = 1.5: give a whole number of bytes, 0 or more": {"device_bytes": 1.5},
     "transfer_bytes = 0: give a whole number of bytes, 1 or more": {"transfer_bytes": 0},

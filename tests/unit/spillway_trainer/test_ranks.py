@@ -51,8 +51,8 @@ def test_without_torchruns_variables_there_is_one_rank() -> None:
     ("variables", "sentence"),
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 with WORLD_SIZE = 2"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK = 'one': a number is needed"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK = '-1'"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "variable RANK is 'one', but must be a whole number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "variable RANK is '-1', but must be a whole number, 0 or more"),
     ],
 )
 def test_variables_that_make_no_sense_are_named(variables: dict[str, str], sentence: str) -> None:
