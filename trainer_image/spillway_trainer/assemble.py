@@ -27,6 +27,7 @@ from spillway.planning.workload import LEAN_STRATEGIES, PAGE_BYTES
 from . import activation_spill, config, device_check, model_spill, running_statistics
 from .cgroup import spare_host_bytes
 from .kernels import dispatch as kernels
+from .kernels import native
 from .models.build import build_model
 from .models.chain import Chain, allocate, whole_shape
 from .optimizer.plain import Hyperparameters, ResidentOptimizer, StepOptimizer
@@ -168,6 +169,7 @@ class Assembly:
     def end_step(self) -> None:
         if self.spill is not None:
             self.spill.end_step()
+        native.mark_tensor_pool()
 
     def held_bytes(self) -> dict[str, int]:
         return self.tiers.held_bytes()

@@ -10,8 +10,8 @@ import os
 # An OpenMP worker spins for some 10 µs before it sleeps: for ever, it would fight the I/O and update threads for the
 # cores; not at all, every small operation would pay for waking it (small models: steps x 1.6).
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-# Tensors in huge pages: large blocks go back to the system when they are freed (native.return_freed_memory), and this
-# makes getting new ones cheap again.
+# Tensors in huge pages, where they do not come from the pool: freed large blocks go back to the system
+# (native.return_freed_memory), and this makes getting new ones cheap again.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # A lost connection is told in a sentence (PeerLost); torch would put the C++ stack before it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -29,7 +29,8 @@ from spillway.units import GIB, MIB
 CODE_BYTES = 256 * MIB
 """File pages of the interpreter's and torch's libraries, once per pod: 226 MiB mapped by a training rank."""
 RANK_BYTES = 336 * MIB
-"""A rank's own memory before its first parameter: 325 MiB after import, a gloo group and a matrix product."""
+"""A rank's own memory before its first parameter: 325 MiB after import, a gloo group and a matrix product, and the 8
+MiB that the tensor pool may have resident in addition to what tensors hold."""
 FAMILY_CODE_BYTES, FAMILY_RANK_BYTES = 72 * MIB, 136 * MIB
 """In addition, for a model of `transformers`: 68 and 124 MiB after importing its families."""
 DEEPSPEED_CODE_BYTES, DEEPSPEED_RANK_BYTES = 72 * MIB, 176 * MIB

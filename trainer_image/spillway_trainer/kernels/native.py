@@ -154,15 +154,16 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 def return_freed_memory() -> None:
-    """Have the C library give every freed block of MMAP_THRESHOLD_BYTES or more back to the system at once.
+    """Have this process occupy what the ledger counts: large tensors of the CPU come from one pool, and the C library
+    gives every other freed block of MMAP_THRESHOLD_BYTES or more back to the system at once.
 
     glibc would raise that threshold to 32 MiB and keep freed tensors in a heap full of holes, which aligned allocations
-    cannot reuse: a process that held 250 MiB at its fullest then occupies 620. With it, what the ledger counts is what
-    the kernel counts. Without glibc, a no-op.
+    cannot reuse: a process that held 250 MiB at its fullest then occupies 620. Without glibc, a no-op.
     """
     mallopt = getattr(CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+    attach_tensor_pool()
 
 
 @functools.cache
