@@ -361,6 +361,7 @@ def storage_limits(plan: MemoryPlan) -> activation_spill.PolicyLimits:
         nvme_bytes=max(0, plan.slab_bytes(Tier.NVME) - (nvme.predicted - nvme.activations)),
         window_bytes=plan.activations.window_bytes,
         ahead_bytes=moved_bytes // max(1, num_moving),
+        is_staged=plan.device != "Cpu",
     )
 
 
@@ -418,7 +419,8 @@ def make_tiers(job: JobFile, plan: MemoryPlan, device: torch.device) -> Tiers:
             ),
         )
     if device.type == "cpu":
-        return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
+        lanes = CpuLanes(host, ledger, direct_io=True, pooled_bytes=native.pooled_bytes())
+        return Tiers(ledger, host, nvme, lanes)
     return Tiers(ledger, host, nvme, CudaLanes(host, ledger, cuda.CudaStreams(device)), device)
 
 

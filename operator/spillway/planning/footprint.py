@@ -26,6 +26,7 @@ from spillway.planning.workload import (
     NUM_STAGING_BUFFERS,
     NUM_STATE_BUFFERS,
     PAGE_BYTES,
+    PIECE_BYTES,
     RESIDENT,
     ZERO_STRATEGIES,
     BlockBytes,
@@ -460,7 +461,10 @@ def host_bytes(
 
 
 def nvme_staging_bytes(work: Workload, window_bytes: int) -> int:
-    """Host buffers between device and NVMe: for copies out, or for the segments being reloaded."""
+    """Host buffers between device and NVMe: for copies out, or for the segments being reloaded. Where the device's
+    memory is the host's, one piece at a time is aligned for the file, and reads need none."""
+    if work.in_place:
+        return PIECE_BYTES
     return max(window_bytes, NUM_RELOADED_SEGMENTS * work.largest_block.moved_nvme)
 
 

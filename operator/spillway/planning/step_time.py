@@ -153,8 +153,10 @@ def backward_loads(
     batches, loaded = work.alive(streaming), parameter_loads(work, streaming)
     waits = streaming.boundaries
     inputs = batches * recomputed_input_bytes(work, blocks, waits) if waits is not Policy.KEEP else 0
+    spilled = batches * spilled_bytes(work, blocks)
     back = loaded.backward + batches * moved_bytes(work, blocks) + inputs
-    read = loaded.backward_read + batches * spilled_bytes(work, blocks)
+    back -= spilled if work.in_place else 0  # read to where backward uses it
+    read = loaded.backward_read + spilled
     read += inputs if waits is Policy.NVME else 0
     gradients = batches * cpu_accumulated(work, optimizer, streaming) / work.shards("gradients")
     down = 0.0 if work.in_place else gradients * work.shape.trained_bytes

@@ -48,6 +48,8 @@ NUM_STAGING_BUFFERS = 4
 NUM_STATE_BUFFERS = 4
 """Host buffers of one chunk's states on NVMe: one is read, one updated, one written, and one more, so that a small
 chunk between large ones leaves no lane idle."""
+PIECE_BYTES = 4 * 2**20
+"""What is spilled from a CPU device passes through so much aligned memory."""
 NUM_RELOADED_SEGMENTS = 2
 """Spilled segments on the device at once: the one in backward and the one before it."""
 NUM_GATHERED_SEGMENTS = 2

@@ -11,7 +11,6 @@ MiB, and come back in the reverse order, a few MiB ahead of backward. Weights an
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
 from collections import defaultdict
@@ -119,8 +118,7 @@ class Spilling:
     def _open(self) -> None:
         directory, nvme_bytes, encrypts = self._place
         self.host, self.ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
-        pooled_bytes = native.POOLED_BYTES if native.attach_tensor_pool() else math.inf
-        self.lanes = CpuLanes(self.host, self.ledger, direct_io=True, pooled_bytes=pooled_bytes)
+        self.lanes = CpuLanes(self.host, self.ledger, direct_io=True, pooled_bytes=native.pooled_bytes())
         file = encrypted(SpillFile) if encrypts else SpillFile
         self.nvme = NvmeSlab(directory, nvme_bytes, NUM_IO_THREADS, open_file=file, host=self.host, tell=LOG.warning)
         self.nvme.reclaim, self.nvme.if_full = self.lanes.reclaim, RAISE_NVME_BYTES

@@ -11,7 +11,7 @@ whole storages: a saved view comes back at its offset, so kernels see the alignm
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spillway.errors import HostOutOfMemory, SpillIOError, SpillVolumeFull
 from spillway.plan import Tier
+from spillway.planning.workload import PIECE_BYTES
 
 from ..kernels import dispatch as kernels
 from ..tiers.device_ledger import DeviceLedger
@@ -326,10 +327,6 @@ def write_to_nvme(
     return NvmeCopy(lanes, nvme, extent, written, written, stored_at, sources)
 
 
-PIECE_BYTES = 4 << 20
-"""Unit of writing and checksums if nothing is staged."""
-
-
 class Bounces:
     """Aligned memory of PIECE_BYTES for each write that runs at a time; used again."""
 
@@ -358,6 +355,23 @@ def pieces(memory: Tensor) -> list[tuple[int, Tensor]]:
     return [(start, memory[start : start + PIECE_BYTES]) for start in range(0, memory.numel(), PIECE_BYTES)]
 
 
+def in_bounces(
+    memory: Sequence[Tensor], offsets: Sequence[int], names: Sequence[str], bounce: Tensor
+) -> Iterator[list[tuple[int, Tensor, Tensor, str]]]:
+    """As many pieces at a time as `bounce` has room for: offset, part of it in whole blocks, piece, name."""
+    group, used = list[tuple[int, Tensor, Tensor, str]](), 0
+    for source, offset, name in zip(memory, offsets, names, strict=True):
+        for at, piece in pieces(source):
+            part = padded(bounce, used, piece.numel())
+            if used + piece.numel() > bounce.numel():
+                yield group
+                group, part, used = [], padded(bounce, 0, piece.numel()), 0
+            group.append((offset + at, part, piece, name))
+            used += part.numel()
+    if group:
+        yield group
+
+
 def _write_pieces(
     nvme: NvmeSlab,
     extent: NvmeExtent,
@@ -371,13 +385,11 @@ def _write_pieces(
     if sources.is_taken:
         return  # needed before it was written
     lent = bounces.take()
-    bounce = lent.memory
     try:
-        for source, offset, name in zip(memory, offsets, names, strict=True):
-            for at, piece in pieces(source):
-                kernels.copy_batch([(bounce[: piece.numel()], piece)])
-                part = padded(bounce, 0, piece.numel())
-                (stored_at[offset + at],) = nvme.write_batch([(extent.at(offset + at), part, name)], copies=False)
+        for group in in_bounces(memory, offsets, names, lent.memory):
+            kernels.copy_batch([(part[: piece.numel()], piece) for _, part, piece, _ in group])
+            writes = [(extent.at(at), part, name) for at, part, _, name in group]
+            stored_at.update(zip((at for at, *_ in group), nvme.write_batch(writes, copies=False), strict=True))
     except (SpillIOError, SpillVolumeFull):
         if not nvme.survives:
             raise

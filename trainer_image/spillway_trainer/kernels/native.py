@@ -11,6 +11,7 @@ import ctypes
 import errno
 import functools
 import json
+import math
 import os
 from collections.abc import Sequence
 from ctypes import CDLL, POINTER, Array, Structure, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
@@ -183,6 +184,11 @@ def attach_tensor_pool() -> bool:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     error: int = library.spillway_pool_attach(TORCH_ALLOCATOR, memory_bytes, POOLED_BYTES, POOL_SLACK_BYTES)
     return error == 0
+
+
+def pooled_bytes() -> float:
+    """From this size on torch's tensors come from the pool, in whole pages; infinite where there is none."""
+    return POOLED_BYTES if attach_tensor_pool() else math.inf
 
 
 def mark_tensor_pool() -> None:

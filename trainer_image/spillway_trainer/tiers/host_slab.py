@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
@@ -39,12 +38,11 @@ class HostSlab:
         self._extents = Extents(nbytes)
         self._planned_bytes = planned_bytes
         self._mapping = _map(self._extents.capacity_bytes)
-        self._memory, self._bytes = self._mapping.tensor, self._mapping.bytes
+        self._memory = self._mapping.tensor
         self._storage: int = self._memory.untyped_storage()._cdata
         self._may_grow = may_grow
         self._spare: HostSlab | None = None
         self._growing = threading.Lock()
-        self._lent: dict[int, weakref.ref[memoryview]] = {}
 
     def allocate(self, nbytes: int, label: str) -> Tensor:
         """uint8 view of `nbytes`, 4096-aligned, uninitialised.
@@ -71,26 +69,6 @@ class HostSlab:
             nbytes = self._may_grow() if self._spare is None else 0
             if nbytes >= ALIGNMENT_BYTES:
                 self._spare = HostSlab(nbytes)
-
-    def lend(self, nbytes: int, label: str) -> Tensor:
-        """As `allocate`, in a storage of its own, which comes back by itself when no tensor shares it any more.
-
-        For memory whose users nobody can name, such as what autograd hands to backward functions; its pages go with
-        them. Where no run is long enough it is memory beside the slab, also 4096-aligned: never an error.
-        """
-        offset = self._extents.allocate(nbytes, label)
-        if offset is None:
-            return torch.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), dtype=torch.uint8)
-        part = self._bytes[offset : offset + nbytes]
-        lent, extents, mapping = self._lent, self._extents, self._mapping
-
-        def give_back(_: weakref.ref[memoryview]) -> None:
-            del lent[offset]
-            mapping.give_back(offset, round_up(nbytes))  # holes between what is lent now would stay resident
-            extents.free(offset)
-
-        lent[offset] = weakref.ref(part, give_back)  # the storage holds `part`
-        return torch.frombuffer(part, dtype=torch.uint8)
 
     def free(self, tensor: Tensor) -> None:
         """Give back what `allocate` returned. Safe in a destructor; the caller no longer touches it."""
@@ -152,10 +130,9 @@ class HostSlab:
 
 
 class _Mapping(NamedTuple):
-    """An anonymous private mapping, 4096-aligned, as uint8 tensor and as bytes; unmapped when the last view dies."""
+    """An anonymous private mapping, 4096-aligned; unmapped when the last view dies."""
 
     tensor: Tensor
-    bytes: memoryview
     whole: mmap.mmap | None
     start: int
     """Of the tensor in the whole mapping."""
@@ -170,16 +147,21 @@ def _map(nbytes: int) -> _Mapping:
     smaller one would only grow by rounding.
     """
     if nbytes == 0:
-        return _Mapping(torch.empty(0, dtype=torch.uint8), memoryview(b""), None, 0)
+        return _Mapping(torch.empty(0, dtype=torch.uint8), None, 0)
     if nbytes < 8 * HUGE_PAGE_BYTES:
         mapping = mmap.mmap(-1, nbytes, flags=_PRIVATE)
-        return _Mapping(torch.frombuffer(mapping, dtype=torch.uint8), memoryview(mapping), mapping, 0)
+        return _Mapping(torch.frombuffer(mapping, dtype=torch.uint8), mapping, 0)
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=_PRIVATE)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE_BYTES
     assert HUGE_PAGE_BYTES % ALIGNMENT_BYTES == 0
-    return _Mapping(memory[start : start + nbytes], memoryview(mapping)[start : start + nbytes], mapping, start)
+    return _Mapping(memory[start : start + nbytes], mapping, start)
+
+
+def mapped(nbytes: int) -> Tensor:
+    """Memory of its own, 4096-aligned, whose pages go with the last tensor that shares it."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), dtype=torch.uint8)
 
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

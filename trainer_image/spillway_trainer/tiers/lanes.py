@@ -29,7 +29,7 @@ from spillway.plan import Tier
 
 from .device_ledger import DeviceLedger
 from .extents import ALIGNMENT_BYTES, round_up
-from .host_slab import HostSlab
+from .host_slab import HostSlab, mapped
 from .releases import Releases
 
 AnyError = TypeVar("AnyError", bound=BaseException)
@@ -222,14 +222,14 @@ def _by_itself(_: Tensor) -> None:
     return
 
 
-def lent_buffer(host: HostSlab, ledger: DeviceLedger, nbytes: int, label: str, pooled_bytes: float) -> Buffer:
+def lent_buffer(ledger: DeviceLedger, nbytes: int, label: str, pooled_bytes: float) -> Buffer:
     """Device memory of a CPU, whole blocks: of `pooled_bytes` or more from where torch takes its tensors; of less, and
-    where that is full, out of the host slab. Raises DeviceOutOfMemory."""
+    where that is full, mapped. Raises DeviceOutOfMemory."""
     nbytes = round_up(nbytes)
     ledger.charge(DEVICE_BUFFERS, nbytes)
     memory = torch.empty(nbytes, dtype=torch.uint8) if nbytes >= pooled_bytes else None
     if memory is None or memory.data_ptr() % ALIGNMENT_BYTES:
-        memory = host.lend(nbytes, label)
+        memory = mapped(nbytes)
     return LentBuffer(memory, label, ledger)
 
 
@@ -369,8 +369,8 @@ class CpuLanes(Lanes):
     A compute lane that has to wait for the CPU's work does what is queued ahead of it, beside the worker: its core
     would stand still.
 
-    `direct_io`: device buffers are 4096-aligned and used again and again: lent by the host slab, or, of `pooled_bytes`
-    or more, by the pool that torch takes such tensors from, so that they fill the room of what backward has dropped.
+    `direct_io`: device buffers are 4096-aligned, so that files are read into them: of `pooled_bytes` or more from the
+    pool that torch takes such tensors from, so that they fill the room of what backward has dropped.
     """
 
     def __init__(
@@ -390,7 +390,7 @@ class CpuLanes(Lanes):
 
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
         if self.direct_io and tier is Tier.DEVICE:
-            return lent_buffer(self._host, self._ledger, nbytes, label, self._pooled_bytes)
+            return lent_buffer(self._ledger, nbytes, label, self._pooled_bytes)
         return acquire(self._host, self._ledger, tier, nbytes, label)
 
     def release(self, region: Region, after: Sequence[Event] = ()) -> None:
