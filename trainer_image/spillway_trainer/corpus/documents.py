@@ -35,8 +35,8 @@ def written_documents(source: TextSource, directory: Path, report: Callable[[str
     """Calls the entry point `source` and writes its documents to a file in `directory`, a line each: the source that
     is read instead. Raises UserError."""
     where, kinds, number = f"spec.data.entrypoint = {source.description}", set[str](), 0
-    function = function_of(source.description, where)
     with (directory / FILE).open("w", encoding="ascii") as file, _bounded() as more:
+        function = function_of(source.description, where)
         for number, document in enumerate(_documents(function, where, report), 1):
             kind, line = _line(document, f"{where}: document {number}")
             kinds.add(kind)
@@ -118,7 +118,8 @@ def _bounded() -> Iterator[Callable[[], None]]:
             armed = time.monotonic()
 
     faulthandler.dump_traceback_later(INSPECTION_DEADLINE_SECONDS, exit=True)
-    resource.setrlimit(resource.RLIMIT_DATA, (ENTRY_POINT_MEMORY_BYTES, before[1]))
+    given = [ENTRY_POINT_MEMORY_BYTES, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(given), before[1]))
     try:
         yield more
     finally:

@@ -38,16 +38,7 @@ from ..checkpoints.sealed_json import Unsealed, seal, unseal
 from .chat import ChatEncoder, ChatTemplate, named_tokens, tokenizer_config
 from .documents import ended_early, written_documents
 from .megatron import megatron_tokens
-from .text_source import (
-    KINDS,
-    PYTHON_STDLIB,
-    Tally,
-    TextPiece,
-    TextSource,
-    entry_point,
-    python_stdlib,
-    text_source,
-)
+from .text_source import KINDS, PYTHON_STDLIB, Tally, TextPiece, TextSource, entry_point, python_stdlib, text_source
 
 END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
 END_OF_TEXT_ID = 0

@@ -163,6 +163,16 @@ def test_a_function_that_does_not_return_ends_its_own_process_alone(
         assert any(f"in {name}" in line for line in told), "the log says where"
 
 
+def test_a_bound_on_memory_that_is_there_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(1 << 40, 1 << 40)]
+    monkeypatch.setattr(documents, "ENTRY_POINT_MEMORY_BYTES", 1 << 41)
+    monkeypatch.setattr(documents.resource, "getrlimit", lambda _kind: limits[-1])
+    monkeypatch.setattr(documents.resource, "setrlimit", lambda _kind, given: limits.append(given))
+    with documents._bounded():
+        pass
+    assert limits == [(1 << 40, 1 << 40)] * 3
+
+
 def test_the_disk_is_to_blame_where_documents_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_given: Any) -> Any:
         raise OSError(28, "No space left on device", "documents.jsonl")
