@@ -619,6 +619,13 @@ def test_what_does_not_work_yet_is_refused_with_a_sentence(changes: dict[str, An
     assert path in accepted["message"]
 
 
+def test_an_entry_point_of_data_is_accepted_and_called_by_the_trainer_alone() -> None:
+    desired = reconcile(observed({"spec.data": {"entrypoint": "a:b"}}), NOW)
+    assert condition(desired, "Accepted")["status"] == "True"
+    names = [made["metadata"]["name"] for made in desired.creates if made["kind"] == "Job"]
+    assert len(names) == 1 and not names[0].endswith("-inspect")
+
+
 def test_a_cuda_job_is_accepted() -> None:
     desired = reconcile(observed({"spec.parallelism": {"device": "Cuda"}}), NOW)
     assert condition(desired, "Accepted")["status"] == "True"
