@@ -405,8 +405,6 @@ EARLIER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 """of fields of earlier schemas that are no maps"""
 NEVER: dict[str, tuple[str, Any]] = {
-    "data.huggingFace": ("spec.data", {"huggingFace": {"name": "wikitext"}}),
-    "data.entrypoint": ("spec.data", {"entrypoint": "a:b"}),
     "checkpoint.from": ("spec.checkpoint.from", "another"),
     "checkpoint.resume": ("spec.checkpoint.resume", "Never"),
     "command": ("spec.command", ["python"]),
@@ -641,6 +639,10 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         )
         for old, new in MOVED.items()
     },
+    (TRAINING_JOB.kind, "spec.data.huggingFace", 0): RuleCase(
+        {"spec.data": {"entrypoint": "a:b"}}, {"spec.data": {"huggingFace": {"name": "wikitext"}}},
+        ("spec.data.huggingFace", "fetch: {uri: hf://datasets/organisation/name}"),
+    ),
     (TRAINING_JOB.kind, "spec.members[].overrides", 0): RuleCase(
         {}, {"spec.members": [{"name": "a", "overrides": {"training.seed": "1"}}]},
         ("spec.members[0].overrides", "write the fields themselves"),

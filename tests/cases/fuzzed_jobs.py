@@ -161,8 +161,7 @@ class _Maker:
         )  # fmt: skip
         kinds: tuple[Document, ...] = ({"builtin": "PythonStdlib"}, {"text": place})
         if self._often(RARELY):
-            hugging_face = {"name": "wikitext", "subset": "raw", "split": "train", "textField": "text"}
-            kinds = ({"text": place}, {"huggingFace": hugging_face}, {"entrypoint": "mine:data"})
+            kinds = ({"text": place}, {"entrypoint": "mine.other:data"}, {"entrypoint": "mine:data"})
         data: Document = dict(self._one_of(*kinds))
         if self._often(SOMETIMES):
             data["evaluation"] = {}

@@ -29,9 +29,9 @@ from .checkpoints import tensors as checkpoint
 from .checkpoints.directory import CheckpointNotWritten, Epoch, Owner
 from .checkpoints.manifest import TrainingState
 from .corpus.building_peak import peak_of_building, room_for_more_text
-from .corpus.data import TokenBatches
+from .corpus.data import CHATS_NEED_CAUSAL, TokenBatches
 from .corpus.objective import TrainingObjective
-from .corpus.text_source import TextSource, directory_of, python_stdlib, text_source
+from .corpus.text_source import TextSource, directory_of, entry_point, python_stdlib, text_source
 from .corpus.tokens import Corpus, TokenizerRecipe, has_corpus, prepare_corpus
 from .kernels import native
 from .live_correction import MovedBytes
@@ -415,7 +415,7 @@ def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRec
     """A model to start from brings its tokenizer with it; for every other one a tokenizer is trained on the text."""
     source = job.spec.model.source
     if job.spec.data.chat is not None and objective is not TrainingObjective.CAUSAL:
-        raise UserError("spec.data.chat: needs a model that predicts each token from those before it, such as llama")
+        raise UserError(CHATS_NEED_CAUSAL)
     if source is not None:
         return TokenizerRecipe(model_directory=source_directory(source, job.claims))
     return TokenizerRecipe(has_mask=objective is TrainingObjective.MASKED)
@@ -424,9 +424,9 @@ def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRec
 def sources_of(job: JobFile) -> list[TextSource]:
     """The text or chats to train on, as this process sees it, and that of spec.data.evaluation, where it has one."""
     data, places = job.spec.data, {f"spec.{field}": place for field, place in job.spec.texts.items()}
-    if data.hugging_face is not None or data.entrypoint is not None:
-        raise UserError("spec.data: only text, chat, tokens and builtin can be trained on so far")
     found = [text_source(directory_of(place, job.claims, field), field) for field, place in places.items()]
+    if data.entrypoint is not None:
+        return [entry_point(data.entrypoint), *found]
     return found if data.builtin is None else [python_stdlib(), *found]
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, WithJsonSchema
 from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 
-from spillway.api.earlier import MOVED, OVERRIDES, problem_of_earlier
+from spillway.api.earlier import HUGGING_FACE_INSTEAD, MOVED, OVERRIDES, problem_of_earlier
 from spillway.api.field_types import (
     EXTENDED_RESOURCE_NEEDED,
     MAX_DOMAIN_LENGTH,
@@ -321,7 +321,7 @@ JOB_RULES: dict[str, list[Schema]] = {
     ],
     "spec.model.source": _LOCATION,
     "spec.model.source.subPath": _SUB_PATH,
-    "spec.data": [_immutable("data", Data), _one_of("text", "chat", "tokens", "huggingFace", "entrypoint", "builtin")],
+    "spec.data": [_immutable("data", Data), _one_of("text", "chat", "tokens", "entrypoint", "builtin")],
     "spec.data.text": _LOCATION,
     "spec.data.text.subPath": _SUB_PATH,
     "spec.data.chat": _LOCATION,
@@ -632,6 +632,7 @@ def _add_earlier(spec: Schema) -> None:
     for old, new in MOVED.items():
         owner, _, name = old.rpartition(".")
         _properties(spec, owner)[name] = _bare(_node(spec, new)) | _rejected(problem_of_earlier(old) or "")
+    _properties(spec, "data")["huggingFace"] = {"type": "object"} | _rejected(HUGGING_FACE_INSTEAD)
     overrides = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 1024}, "maxProperties": 64}
     _properties(spec, "members")["overrides"] = overrides | _rejected(OVERRIDES)
 

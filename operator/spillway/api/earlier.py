@@ -25,6 +25,12 @@ MOVED = {
     "memory.parameters": "memory.advanced.parameters",
 }
 """Field of spec -> where it is now. podOverrides.labels is pod.labels, and so on."""
+HUGGING_FACE = "data.huggingFace"
+"""Field of spec that no run ever honoured."""
+HUGGING_FACE_INSTEAD = (
+    "write data.text or data.chat with fetch: {uri: hf://datasets/organisation/name}; for a split or other columns "
+    "load it in a function of your own, data.entrypoint"
+)
 OVERRIDES = "write the fields themselves, as in spec: training: {seed: 1}"
 """What became of members[].overrides, a map such as {"training.seed": "1"}."""
 _NO_LIMIT = ("lifecycle.activeDeadlineSeconds", "lifecycle.pendingDeadlineSeconds", "objective.halving")
@@ -37,6 +43,8 @@ def problem_of_earlier(path: str) -> str | None:
     """What to do about a field of an earlier schema; `path` is below spec. None: it never was one."""
     if path in MOVED:
         return f"moved to spec.{MOVED[path]}"
+    if path == HUGGING_FACE:
+        return HUGGING_FACE_INSTEAD
     return OVERRIDES if path.startswith("members[") and path.endswith("].overrides") else None
 
 

@@ -56,10 +56,14 @@ class JobFile(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _of_an_earlier_version(cls, found: Any) -> Any:
-        """Version 1 had the spec's fields at other places."""
-        if isinstance(found, dict) and found.get("version") == 1 and isinstance(found.get("spec"), dict):
-            return found | {"version": JOB_VERSION, "spec": as_today(found["spec"])}
-        return found
+        """Version 1 had the spec's fields at other places, and both had data.huggingFace: null."""
+        if not isinstance(found, dict) or not isinstance(spec := found.get("spec"), dict):
+            return found
+        if found.get("version") == 1:
+            found, spec = found | {"version": JOB_VERSION}, as_today(spec)
+        if isinstance(data := spec.get("data"), dict) and data.get("huggingFace", ...) is None:
+            spec = spec | {"data": {name: value for name, value in data.items() if name != "huggingFace"}}
+        return found | {"spec": spec}
 
     @property
     def spill_directories(self) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ INSPECTION_DEADLINE_SECONDS = 600
 FETCH_DEADLINE_SECONDS = 24 * 3600
 INSPECTION_MEMORY_BYTES = 4 << 30
 """Of that pod: a model without memory, and the libraries."""
+ENTRY_POINT_MEMORY_BYTES = 2 << 30
+"""Of what data.entrypoint calls, while the corpus is built."""
 USER_ID = 1000
 """User and group of a pod that names none, and of its volumes; the image has this user."""
 MAX_SPILL_VOLUMES = 8

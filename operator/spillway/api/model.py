@@ -196,15 +196,6 @@ class Model(Fields):
         return self.config
 
 
-class HuggingFaceData(Fields):
-    """A data set of the `datasets` library."""
-
-    name: Name = Field(description="Name or path of the data set.")
-    subset: Text = Field(default="", description="Configuration of the data set.")
-    split: Name = Field(default="train", description="Split to train on.")
-    text_field: Name = Field(default="text", description="Column that holds the text.")
-
-
 class Evaluation(Fields):
     """Loss on data that is never trained on: a part of the data that is held out, or text or chats of their own."""
 
@@ -250,7 +241,7 @@ class Evaluation(Fields):
 
 
 class Data(Fields):
-    """What it is trained on: exactly one of text, chat, tokens, huggingFace, entrypoint, builtin."""
+    """What it is trained on: exactly one of text, chat, tokens, entrypoint, builtin."""
 
     text: Location | None = Field(
         default=None,
@@ -268,8 +259,11 @@ class Data(Fields):
         description="Tokens in the format of Megatron-LM: an .idx file with its .bin, or a directory of them. Needs "
         "model.source, which has their tokenizer.",
     )
-    hugging_face: HuggingFaceData | None = Field(default=None, description="Not supported yet: a `datasets` data set.")
-    entrypoint: Name | None = Field(default=None, description="Not supported yet: package.module:function.")
+    entrypoint: Name | None = Field(
+        default=None,
+        description="package.module:function of the trainer image that returns documents (docs/data.md): text, "
+        "messages or tokens. It is called once, when the corpus is built.",
+    )
     builtin: Literal["PythonStdlib"] | None = Field(
         default=None, description="Text that every trainer image contains: the sources of Python's standard library."
     )
@@ -277,7 +271,7 @@ class Data(Fields):
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
-        problems = exactly_one(self, ("text", "chat", "tokens", "hugging_face", "entrypoint", "builtin"))
+        problems = exactly_one(self, ("text", "chat", "tokens", "entrypoint", "builtin"))
         if self.evaluation is not None and self.chat is None and self.evaluation.chat is not None:
             problems.append(("evaluation.chat", CHAT_EVALUATES_CHAT))
         if self.evaluation is not None and self.chat is not None and self.evaluation.text is not None:

@@ -13,9 +13,7 @@ from spillway.api.pod import Checkpoint
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem
 
-_TEXT_INSTEAD = "does not work in a run yet; use data.text, data.chat, data.tokens or data.builtin"
 NOT_YET = {
-    **dict.fromkeys(("data.huggingFace", "data.entrypoint"), _TEXT_INSTEAD),
     "checkpoint.from": "does not work in a run yet; leave it out",
     "checkpoint.resume": "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start",
     "command": "does not work yet; describe the run in model, data and training",

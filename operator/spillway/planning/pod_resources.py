@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from spillway.api.limits import ENTRY_POINT_MEMORY_BYTES
 from spillway.api.members import named_specs, num_corpora, solo_specs
 from spillway.api.model import Model
 from spillway.api.training_job import TrainingJobSpec
@@ -138,7 +139,9 @@ def pod_resources(
 def memory_bytes(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> int:
     """Of a pod, or of a machine for a local run: processes and plan."""
     runtime = pod_runtime_bytes(spec, num_local_ranks, plan.device, plan.strategy)
-    held = max(tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(num_local_ranks))
+    held = max(
+        tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(spec, num_local_ranks)
+    )
     return padded(runtime + held + shared_memory_bytes(spec, num_local_ranks, plan.device) + plan.unplanned_bytes, MIB)
 
 
@@ -160,9 +163,10 @@ def runtime_bytes(model: Model, num_local_ranks: int, device: str, strategy: str
     return code + LAUNCHER_BYTES + PAGE_CACHE_BYTES + num_local_ranks * (rank + CHECKPOINT_BUFFER_BYTES)
 
 
-def corpus_build_bytes(num_local_ranks: int) -> int:
+def corpus_build_bytes(spec: TrainingJobSpec, num_local_ranks: int) -> int:
     """What building the corpus takes beyond `runtime_bytes`: no checkpoint is written meanwhile."""
-    return max(0, CORPUS_BUILD_BYTES - num_local_ranks * CHECKPOINT_BUFFER_BYTES)
+    entry_point = ENTRY_POINT_MEMORY_BYTES * (spec.data.entrypoint is not None)
+    return max(0, CORPUS_BUILD_BYTES + entry_point - num_local_ranks * CHECKPOINT_BUFFER_BYTES)
 
 
 def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
@@ -177,7 +181,7 @@ def least_memory_bytes(spec: TrainingJobSpec, runtime: int, device: str) -> int:
     """What a pod needs for the smallest plan; `runtime` is its `pod_runtime_bytes`."""
     num_local_ranks = spec.parallelism.devices_per_node
     shared = shared_memory_bytes(spec, num_local_ranks, device)
-    return padded(runtime + corpus_build_bytes(num_local_ranks) + shared, MIB)
+    return padded(runtime + corpus_build_bytes(spec, num_local_ranks) + shared, MIB)
 
 
 def unplanned_bytes(spec: TrainingJobSpec) -> int:

@@ -473,8 +473,6 @@ def test_path_of_the_text_must_exist(job_file: Path, capsys: pytest.CaptureFixtu
 
 
 REJECTED_HERE = {
-    "spec.data.huggingFace": ("{builtin: PythonStdlib", "{huggingFace: {name: wikitext}"),
-    "spec.data.entrypoint": ("{builtin: PythonStdlib", '{entrypoint: "mine:data"'),
     "spec.data.text.path": ("{builtin: PythonStdlib", "{text: {path: /does/not/exist}"),
     "spec.data.evaluation.text.path": (
         "{builtin: PythonStdlib", "{builtin: PythonStdlib, evaluation: {text: {path: /does/not/exist}}"

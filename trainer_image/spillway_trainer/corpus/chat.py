@@ -2,6 +2,7 @@
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
     {"prompt": ..., "completion": ...}      two strings, or two lists of messages
+    {"input_ids": [...], "labels": [...]}   tokens; a label is its token, or -100: none
 
 Labels are the tokens of the response, also those that only share a character with it. Torch-free.
 """
@@ -25,9 +26,13 @@ from tokenizers import Encoding, Tokenizer
 from spillway.errors import UserError
 
 from ..checkpoints.durable_files import describe_file
+from .objective import IGNORED_LABEL
 from .text_source import TextSource
 
-FORMS = '{"messages": [...]}, or {"prompt": ..., "completion": ...} with two strings or two lists of messages'
+FORMS = (
+    '{"messages": [...]}, {"prompt": ..., "completion": ...} with two strings or two lists of messages, or '
+    '{"input_ids": [...]}'
+)
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH_CHARACTERS = 2**18
 """Text encoded at once: with offsets, a token takes a hundred bytes."""
@@ -76,13 +81,15 @@ class Rendered:
     """Characters start .. stop-1 of `text`."""
     by_template: bool
     """Whether the text spells all special tokens of the document; else they are added."""
+    given: tuple[list[int], npt.NDArray[np.bool_]] | None = None
+    """Tokens instead of a text, and which of them are labels."""
 
 
 class Renderer:
     """Lines to texts. Raises UserError without the place of the line, which the caller knows."""
 
-    def __init__(self, template: ChatTemplate, special_tokens: Sequence[str]) -> None:
-        self._template = template
+    def __init__(self, template: ChatTemplate, special_tokens: Sequence[str], num_tokens: int) -> None:
+        self._template, self._num_tokens = template, num_tokens
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -106,6 +113,8 @@ class Renderer:
                 if not text.startswith(before):
                     raise UserError(f"completion: {_no_prefix(before, text)}")
                 return Rendered(text, ((len(before), len(text)),), by_template=True)
+            case {"input_ids": list() as tokens} if isinstance(labels := document.get("labels"), list | None):
+                return Rendered("", (), by_template=True, given=_given(tokens, labels, self._num_tokens))
         found = ", ".join(document) if isinstance(document, dict) else type(document).__name__
         raise UserError(f"needed is {FORMS}; found {found or 'no field'}")
 
@@ -197,6 +206,26 @@ def _checked(messages: list[Any], name: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
+def _given(tokens: list[Any], labels: list[Any] | None, num_tokens: int) -> tuple[list[int], npt.NDArray[np.bool_]]:
+    """Of a line that is tokens already. Without `labels` every token is one."""
+    wrong = next((at for at, one in enumerate(tokens) if type(one) is not int or not 0 <= one < num_tokens), None)
+    if wrong is not None:
+        found = (
+            f"input_ids[{wrong}] is {tokens[wrong]!r}, and the tokenizer of spec.model.source has {num_tokens} tokens"
+        )
+        raise UserError(f"{found}; use the tokenizer that made them")
+    labels = tokens if labels is None else labels
+    if len(labels) != len(tokens):
+        raise UserError(f"labels: {len(labels)} for {len(tokens)} input_ids; give one for each")
+    wrong = next((at for at, one in enumerate(labels) if one not in (tokens[at], IGNORED_LABEL)), None)
+    if wrong is not None:
+        raise UserError(f"labels[{wrong}] is {labels[wrong]!r}; needed is input_ids[{wrong}], {tokens[wrong]}, or -100")
+    is_label = np.array(labels) != IGNORED_LABEL
+    if not is_label[1:].any():
+        raise UserError("input_ids: none after the first is a label; leave the line out")
+    return tokens, is_label
+
+
 def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -227,7 +256,7 @@ class ChatEncoder:
         """What the tokenizer puts before a text, such as <s>."""
         tokenizer.post_processor = None  # it may cut white space from the offsets
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-        self._renderer = Renderer(template, special)
+        self._renderer = Renderer(template, special, 1 + max(tokenizer.get_vocab(with_added_tokens=True).values()))
         self.documents = array("q")
         """Of each document the corpus' tokens up to its end, and the number of its first label."""
         self.num_labels = 0
@@ -251,7 +280,7 @@ class ChatEncoder:
                 raise UserError(f"{place}: {error}") from error
             told(line)
             batch.append((place, rendered))
-            characters += len(rendered.text)
+            characters += len(rendered.text) + len(line) * (rendered.given is not None)
             if characters >= _BATCH_CHARACTERS:
                 yield from self._encoded_batch(batch, dtype)
                 batch, characters = [], 0
@@ -271,6 +300,8 @@ class ChatEncoder:
             yield np.array(tokens, dtype=dtype)
 
     def _document(self, rendered: Rendered, encoding: Encoding) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        if rendered.given is not None:
+            return rendered.given
         starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         is_label = np.zeros(len(starts), dtype=np.bool_)
         for start, stop in rendered.responses:

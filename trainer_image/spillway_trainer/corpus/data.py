@@ -36,6 +36,7 @@ MASKED_FRACTION = 0.15
 MASKED_BY_MASK, MASKED_BY_RANDOM = 0.8, 0.1
 """Shares of the hidden tokens that become the mask and a random token; the rest is unchanged (Devlin et al. 2019)."""
 
+CHATS_NEED_CAUSAL = "spec.data: chats need a model that predicts each token from those before it, such as llama"
 _ROUNDS = 6
 _TRAINING, _EVALUATION, _SPLIT, _READ = range(4)
 Array = npt.NDArray[np.int64]
@@ -139,6 +140,8 @@ class Chats(Windows):
 def windows_of(corpus: Corpus, sequence_length: int, objective: TrainingObjective) -> Windows:
     if corpus.index.documents is None:
         return Windows(corpus, sequence_length, objective)
+    if objective is not TrainingObjective.CAUSAL:
+        raise UserError(CHATS_NEED_CAUSAL)
     return Chats(corpus, sequence_length)
 
 

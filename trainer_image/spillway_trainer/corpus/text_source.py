@@ -1,4 +1,4 @@
-"""Sources of text and of chats: a file, a directory, or Python's standard library. Torch-free."""
+"""Sources of text and of chats: a file, a directory, an entry point, or Python's standard library. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BINARY_PROBE_BYTES = 8192
 _TABLES = (".parquet", ".arrow")
 """Files of rows: Parquet, and Arrow as the library `datasets` saves it."""
 _ROWS_AT_ONCE = 64
-_CHAT_COLUMNS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
+CHAT_COLUMNS = ("messages", "prompt", "completion", "input_ids", "labels", "tools", "chat_template_kwargs")
 _NOT_IN_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -72,16 +72,18 @@ class TextPiece:
 @dataclass(frozen=True, slots=True)
 class TextSource:
     description: str
-    """For messages: the path as given, or PythonStdlib."""
+    """For messages: the path as given, package.module:function, or PythonStdlib."""
     option: tuple[str, str]
     """Command-line form, understood by `python -m spillway_trainer.corpus.tokens`."""
     root: Path
     files: tuple[str, ...]
-    """Relative to `root`, sorted."""
+    """Relative to `root`, sorted. None of an entry point, which is not called to see whether it is the same."""
+    place: str = ""
+    """For messages, of a line before its number. Default: its file."""
 
     @property
     def kind(self) -> str:
-        """text, chat, tokens or builtin, as the field of spec.data."""
+        """text, chat, tokens, entrypoint or builtin, as the field of spec.data."""
         return self.option[0].removeprefix("--")
 
     @property
@@ -89,6 +91,8 @@ class TextSource:
         return sum((self.root / name).stat().st_size for name in self.files)
 
     def __str__(self) -> str:
+        if self.kind == "entrypoint":
+            return self.description
         return f"{self.description} ({counted(len(self.files), 'file')}, {format_bytes(self.nbytes)})"
 
     def pieces(self, tally: Tally) -> Iterator[TextPiece]:
@@ -112,13 +116,13 @@ class TextSource:
         """All lines that are not blank, and all rows as such lines, each with its place, for messages."""
         for name in self.files:
             if Path(name).suffix in _TABLES:
-                for number, row in enumerate(_rows(self.root / name, _CHAT_COLUMNS), 1):
+                for number, row in enumerate(_rows(self.root / name, CHAT_COLUMNS), 1):
                     yield f"{self.root / name}: row {number}", json.dumps(row).encode()
                 continue
             with (self.root / name).open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
-                        yield f"{self.root / name}:{number}", line
+                        yield f"{self.place or f'{self.root / name}:'}{number}", line
 
     def stat_fingerprint(self) -> str:
         """xxh3-128 over names, sizes and times of modification: equal means unchanged, without reading."""
@@ -129,7 +133,7 @@ class TextSource:
         return self._fingerprint(lambda path: f"{path.stat().st_size} {describe_file(path).xxh3_128}")
 
     def _fingerprint(self, describe: Callable[[Path], str]) -> str:
-        digest = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128(b"" if self.files else self.description.encode())
         for name in self.files:
             digest.update(f"{name}\0{describe(self.root / name)}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
@@ -168,6 +172,11 @@ def python_stdlib() -> TextSource:
     if not files:
         raise UserError(f"spec.data.builtin: this Python keeps no sources of its standard library in {root}; use text")
     return TextSource(PYTHON_STDLIB, ("--builtin", PYTHON_STDLIB), root, files)
+
+
+def entry_point(name: str) -> TextSource:
+    """What a function returns (corpus/documents.py)."""
+    return TextSource(name, ("--entrypoint", name), Path(), ())
 
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,14 +29,16 @@ import numpy.typing as npt
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from spillway.api.model import TEXT_EVALUATES_NO_CHAT
 from spillway.errors import ExitCode, HostOutOfMemory, UserError
 from spillway.units import MIB, counted, format_bytes, format_count
 
 from ..checkpoints.durable_files import DurableFiles, FileEntry, describe_file
 from ..checkpoints.sealed_json import Unsealed, seal, unseal
 from .chat import ChatEncoder, ChatTemplate, named_tokens, tokenizer_config
+from .documents import ended_early, written_documents
 from .megatron import megatron_tokens
-from .text_source import KINDS, PYTHON_STDLIB, Tally, TextPiece, TextSource, python_stdlib, text_source
+from .text_source import KINDS, PYTHON_STDLIB, Tally, TextPiece, TextSource, entry_point, python_stdlib, text_source
 
 END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
 END_OF_TEXT_ID = 0
@@ -225,6 +228,8 @@ def prepare_corpus(
         _build_in_child(source, directory, vocab_size, report, recipe)
     corpus = open_corpus(directory, source, vocab_size, recipe)
     if evaluation is not None:
+        if evaluation.kind == "text" and corpus.index.documents is not None:
+            raise UserError(f"spec.data.evaluation.text: {TEXT_EVALUATES_NO_CHAT}")
         same = TokenizerRecipe(model_directory=recipe.model_directory or directory)
         corpus.evaluation = prepare_corpus(evaluation, directory / "evaluation", vocab_size, report, same)
         if corpus.evaluation.index.tokenizer_xxh3 != corpus.index.tokenizer_xxh3:
@@ -257,16 +262,13 @@ def open_corpus(directory: Path, source: TextSource, vocab_size: int, recipe: To
             f"{directory}: built from {index.source}; the text has changed: {source}; "
             "put the old text back, or use another output directory"
         )
-    if index.chat_xxh3 != _chat_fingerprint(source, recipe):
+    is_chat = source.kind == "chat" or (source.kind == "entrypoint" and index.documents is not None)
+    if index.chat_xxh3 != (ChatTemplate.of(_of_model(recipe)).fingerprint if is_chat else ""):
         raise UserError(
             f"{directory}: built as text, or with another chat template or tokenizer than those of "
             f"{recipe.model_directory}; put the old ones back, or use another output directory"
         )
     return Corpus(directory, index)
-
-
-def _chat_fingerprint(source: TextSource, recipe: TokenizerRecipe) -> str:
-    return ChatTemplate.of(_of_model(recipe)).fingerprint if source.kind == "chat" else ""
 
 
 def _of_model(recipe: TokenizerRecipe) -> Path:
@@ -284,8 +286,9 @@ def build_corpus(
     *,
     files: DurableFiles | None = None,
     shard_tokens: int = SHARD_TOKENS,
+    temporary: Path | None = None,
 ) -> None:
-    """Train a tokenizer, or take the given one, and encode the source, in a temporary sibling that is renamed to
+    """Train a tokenizer, or take the given one, and encode the source, in a `temporary` sibling that is renamed to
     `directory` when complete.
 
     When another process was faster (that of a killed attempt may still be at it), its corpus stays and this one is
@@ -298,20 +301,23 @@ def build_corpus(
             f"spec.model.config.vocabSize = {vocab_size}: a tokenizer needs at least {minimum} tokens "
             f"(every byte and the end of text{', and the mask' if recipe.has_mask else ''})"
         )
-    temporary = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}.tmp")
+    temporary = temporary or _temporary_sibling(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with files.temporary_directory(temporary):
-            if source.kind == "tokens":
+            read = written_documents(source, temporary, report) if source.kind == "entrypoint" else source
+            if read.kind == "tokens":
                 _of_model(recipe)
-            tokenizer = chosen_tokenizer(source, vocab_size, report, recipe)
+            template = ChatTemplate.of(_of_model(recipe)) if read.kind == "chat" else None
+            tokenizer = chosen_tokenizer(read, vocab_size, report, recipe)
             if tokenizer.vocab_size > vocab_size:
                 raise UserError(
                     f"{recipe.model_directory}/tokenizer.json: has {tokenizer.vocab_size} tokens, the model's "
                     f"vocabSize is {vocab_size}; use the tokenizer that the model was trained with"
                 )
-            template = ChatTemplate.of(_of_model(recipe)) if source.kind == "chat" else None
-            _fill(source, temporary, tokenizer, template, report, files, shard_tokens)
+            _fill(source, read, temporary, tokenizer, template, report, files, shard_tokens)
+            if read is not source:
+                files.remove_tree(temporary / read.files[0])
             _move_into_place(temporary, directory, files)
     except OSError as error:
         if (directory / "index.json").exists():
@@ -321,6 +327,10 @@ def build_corpus(
             f"{directory}: corpus not built: {error.strerror or error} ({error.filename or temporary}); "
             "check that the text is readable and the disk has space, or use another output directory or text"
         ) from error
+
+
+def _temporary_sibling(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.{secrets.token_hex(4)}.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +349,7 @@ class ChosenTokenizer:
 
 def _fill(
     source: TextSource,
+    read: TextSource,
     directory: Path,
     chosen: ChosenTokenizer,
     template: ChatTemplate | None,
@@ -346,18 +357,18 @@ def _fill(
     files: DurableFiles,
     shard_tokens: int,
 ) -> None:
-    """`template`: of chats."""
+    """`template`: of chats. `read`: `source`, or what an entry point's documents were written to."""
     tokenizer_entry = files.write(directory / "tokenizer.json", [memoryview(chosen.file)])
     dtype = "<u2" if chosen.vocab_size <= UINT16_VOCAB_SIZE else "<u4"
     tally = Tally()
     chat = ChatEncoder(template, chosen.file, chosen.end_of_text) if template else None
-    told = ProgressPrinter(report, "corpus: encoding", source.nbytes)
+    told = ProgressPrinter(report, "corpus: encoding", read.nbytes)
     if chat:
-        encoded = chat.encoded(source, dtype, told.more)
-    elif source.kind == "tokens":
-        encoded = megatron_tokens(source, chosen.vocab_size, dtype, tally, told.more)
+        encoded = chat.encoded(read, dtype, told.more)
+    elif read.kind == "tokens":
+        encoded = megatron_tokens(read, chosen.vocab_size, dtype, tally, told.more)
     else:
-        encoded = _encoded(source, chosen, dtype, tally, told)
+        encoded = _encoded(read, chosen, dtype, tally, told)
     shards: list[FileEntry] = []
     masks: list[FileEntry] = []
     num_tokens = 0
@@ -574,8 +585,10 @@ def _check_file(directory: Path, entry: FileEntry) -> None:
 def _build_in_child(
     source: TextSource, directory: Path, vocab_size: int, report: Callable[[str], None], recipe: TokenizerRecipe
 ) -> None:
-    options = [*source.option, *recipe.options]
-    command = [sys.executable, "-m", "spillway_trainer.corpus.tokens", *options, str(directory), str(vocab_size)]
+    temporary = _temporary_sibling(directory)
+    options = [*source.option, *recipe.options, "--temporary", str(temporary)]
+    # -P: files in the current directory must not shadow modules.
+    command = [sys.executable, "-P", "-m", "spillway_trainer.corpus.tokens", *options, str(directory), str(vocab_size)]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
     report(f"corpus: building from {source}")
     with (
@@ -588,12 +601,18 @@ def _build_in_child(
             child.wait()
         finally:
             child.kill()
+            child.wait()
+            with suppress(OSError):  # where it was killed itself
+                DurableFiles().remove_tree(temporary)
         errors.seek(0)
         message = errors.read().strip()
     if child.returncode == _NOT_WRITTEN:
         raise CorpusNotWritten(message)
     if child.returncode == ExitCode.USER_ERROR:
         raise UserError(message)
+    if child.returncode != 0 and source.kind == "entrypoint":
+        report(message)
+        raise UserError(f"spec.data.entrypoint = {source}: {ended_early(child.returncode, message)}")
     if child.returncode == -9:
         raise HostOutOfMemory(f"{directory}: building the corpus was killed, most likely for the memory it took")
     if child.returncode != 0:
@@ -601,8 +620,8 @@ def _build_in_child(
 
 
 def main() -> int:
-    """`python -m spillway_trainer.corpus.tokens (--text PATH | --chat PATH | --tokens PATH | --builtin
-    PythonStdlib) [--tokenizer DIRECTORY | --mask] DIRECTORY VOCAB_SIZE`."""
+    """`python -m spillway_trainer.corpus.tokens (--text PATH | --chat PATH | --tokens PATH | --entrypoint
+    NAME | --builtin PythonStdlib) [--tokenizer DIRECTORY | --mask] DIRECTORY VOCAB_SIZE`."""
     parser = argparse.ArgumentParser(
         prog="spillway_trainer.corpus.tokens", description="Build a corpus of packed tokens."
     )
@@ -610,18 +629,21 @@ def main() -> int:
     which.add_argument("--text", type=Path, help="a text file or a directory of text files")
     which.add_argument("--chat", type=Path, help="a .jsonl file of chats or a directory of such files")
     which.add_argument("--tokens", type=Path, help="an .idx file of Megatron-LM or a directory of such files")
+    which.add_argument("--entrypoint", help="package.module:function that returns documents")
     which.add_argument("--builtin", choices=[PYTHON_STDLIB], help="text that every trainer has")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--tokenizer", type=Path, help="a model directory whose tokenizer is used; default: train one")
     kind.add_argument("--mask", action="store_true", help="train a tokenizer that has a mask token")
+    parser.add_argument("--temporary", type=Path, help="where it is built, next to DIRECTORY")
     parser.add_argument("directory", type=Path)
     parser.add_argument("vocab_size", type=int)
     arguments = parser.parse_args()
     try:
         given = {f"spec.data.{kind}": getattr(arguments, kind) for kind in KINDS}
-        source = next((text_source(path, field) for field, path in given.items() if path), None) or python_stdlib()
-        recipe = TokenizerRecipe(arguments.mask, arguments.tokenizer)
-        build_corpus(source, arguments.directory, arguments.vocab_size, partial(print, flush=True), recipe)
+        source = next((text_source(path, field) for field, path in given.items() if path), None)
+        source = source or (entry_point(arguments.entrypoint) if arguments.entrypoint else python_stdlib())
+        recipe, say = TokenizerRecipe(arguments.mask, arguments.tokenizer), partial(print, flush=True)
+        build_corpus(source, arguments.directory, arguments.vocab_size, say, recipe, temporary=arguments.temporary)
     except UserError as error:
         print(error, file=sys.stderr)
         return _NOT_WRITTEN if isinstance(error, CorpusNotWritten) else error.exit_code

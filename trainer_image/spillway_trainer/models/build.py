@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,6 +18,7 @@ from spillway.extras import need
 
 from .. import running_statistics
 from ..corpus.text_source import directory_of
+from ..entry_point import function_of
 from .chain import Chain
 from .sequential import SequentialChain
 from .transformer import Transformer, TransformerConfig
@@ -98,7 +98,7 @@ def _from_entrypoint(model: Model, compute: torch.dtype) -> Chain:
     """Call it where new parameters take no memory, and see what it returned."""
     assert model.entrypoint is not None
     where = f"spec.model.entrypoint = {model.entrypoint}"
-    function = _function(model.entrypoint, where)
+    function = function_of(model.entrypoint, where)
     try:
         with without_memory(compute):
             made = function()
@@ -138,23 +138,6 @@ def no_chain(made: object, where: str, *, has_lora: bool) -> UserError:
         "what the one before it returned and with `arguments`, and the last returns the loss (docs/models.md, Entry "
         f"points). Or {KNOWN}, whose segments are found"
     )
-
-
-def _function(entrypoint: str, where: str) -> Callable[[], object]:
-    module_name, colon, name = entrypoint.partition(":")
-    if not colon or not module_name or not name:
-        raise UserError(f"{where}: write package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{where}: cannot import {module_name}: {type(error).__name__}: {error}; install it next to "
-            "the trainer, or add its directory to PYTHONPATH"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"{where}: {module_name} has no function {name}")
-    return function  # type: ignore[no-any-return]
 
 
 def _checked(chain: Chain, where: str) -> Chain:

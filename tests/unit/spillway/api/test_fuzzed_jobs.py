@@ -14,7 +14,7 @@ from cases.crd_cases import fields, schema_of
 from cases.fuzzed_jobs import decided, fuzzed_job
 from harness.depth import FULL, at
 from spillway.api.crd import TRAINING_JOB
-from spillway.api.earlier import MOVED
+from spillway.api.earlier import HUGGING_FACE, MOVED
 from spillway.api.manifest import parse, validate
 from spillway.api.status import TrainingJobStatus
 from spillway.api.training_job import TrainingJob
@@ -91,7 +91,7 @@ def test_every_field_of_the_api_is_tried() -> None:
     tried |= {path for path in all_of_them if path.endswith((".*", "[]"))}
     of_members = re.compile(r"spec\.members\[\]\.(\w+\.|overrides)")  # fields of spec, tried there
     tried |= {path for path in all_of_them if of_members.match(path)}
-    earlier = tuple(f"spec.{path}" for path in MOVED)
+    earlier = tuple(f"spec.{path}" for path in (*MOVED, HUGGING_FACE))
     assert [path for path in all_of_them - tried if not path.startswith(earlier)] == []
 
 

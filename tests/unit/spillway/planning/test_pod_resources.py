@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.job_documents import job, member
+from spillway.api.limits import ENTRY_POINT_MEMORY_BYTES
 from spillway.api.members import solo_specs
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.placement.cluster_view import ClusterView, NodeView
@@ -91,7 +92,12 @@ def test_while_a_corpus_is_built_no_checkpoint_is_written() -> None:
     building = pods.CODE_BYTES + pods.LAUNCHER_BYTES + pods.PAGE_CACHE_BYTES + pods.SHARED_MEMORY_BYTES
     building += 2 * pods.RANK_BYTES + pods.CORPUS_BUILD_BYTES
     assert least_memory_bytes(2, "Cpu") == building
-    assert pods.corpus_build_bytes(64) == 0
+    assert pods.corpus_build_bytes(spec_of(8), 64) == 0
+
+
+def test_what_an_entry_point_may_take_while_the_corpus_is_built_is_the_pods() -> None:
+    spec = job({"spec.data": {"entrypoint": "mine:data"}}).spec
+    assert pods.corpus_build_bytes(spec, 1) - pods.corpus_build_bytes(spec_of(1), 1) == ENTRY_POINT_MEMORY_BYTES
 
 
 def test_a_small_model_still_gets_what_building_its_corpus_takes() -> None:

@@ -606,8 +606,6 @@ def test_no_annotation_loosens_what_a_container_may_do(annotation: str, is_free:
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({"spec.data": {"entrypoint": "a:b"}}, "spec.data.entrypoint"),
-        ({"spec.data": {"huggingFace": {"name": "c4"}}}, "spec.data.huggingFace"),
         ({"spec.checkpoint": {"from": "other"}}, "spec.checkpoint.from"),
         ({"spec.checkpoint": {"resume": "Never"}}, "spec.checkpoint.resume"),
         ({"spec.command": ["train.py"]}, "spec.command"),
@@ -619,6 +617,13 @@ def test_what_does_not_work_yet_is_refused_with_a_sentence(changes: dict[str, An
     accepted = condition(decide(observed(changes)), "Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "Unsupported")
     assert path in accepted["message"]
+
+
+def test_an_entry_point_of_data_is_accepted_and_called_by_the_trainer_alone() -> None:
+    desired = reconcile(observed({"spec.data": {"entrypoint": "a:b"}}), NOW)
+    assert condition(desired, "Accepted")["status"] == "True"
+    names = [made["metadata"]["name"] for made in desired.creates if made["kind"] == "Job"]
+    assert len(names) == 1 and not names[0].endswith("-inspect")
 
 
 def test_a_cuda_job_is_accepted() -> None:

@@ -1,0 +1,122 @@
+"""Entry points of data as users write them, well and badly."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from cases.chats import conversations
+from spillway_trainer.corpus import documents
+
+NUM_DOCUMENTS = 40
+WORDS = ["yes", "no", "the", "quick", "brown", "fox", "don't", "日本語", "🙂", "�"]
+
+
+def texts() -> Iterator[object]:
+    """Strings and fields, and one with a lone surrogate."""
+    for number in range(NUM_DOCUMENTS):
+        text = " ".join(WORDS[number % 7 :] + WORDS[: number % 5]) * 30
+        yield text if number % 2 else {"text": text, "id": object(), "messages": None}
+
+
+class Chats:
+    """Map-style, as a torch Dataset: it has no `__iter__`, and does not say where it ends."""
+
+    def __len__(self) -> int:
+        return NUM_DOCUMENTS
+
+    def __getitem__(self, index: int) -> object:
+        return {"messages": conversations(NUM_DOCUMENTS)[index % NUM_DOCUMENTS]}
+
+
+def tokens() -> list[object]:
+    """Of different lengths; some with labels, some arrays."""
+    made: list[object] = []
+    for number in range(NUM_DOCUMENTS):
+        numbers = np.arange(5 + number) % 50
+        labels = np.where(numbers % 3 == 0, -100, numbers)
+        made.append({"input_ids": numbers, "labels": labels} if number % 2 else {"input_ids": numbers.tolist()})
+    return made
+
+
+def raises() -> Iterator[str]:
+    yield "one"
+    raise FileNotFoundError("no such shard")
+
+
+def hangs() -> Iterator[str]:
+    documents.INSPECTION_DEADLINE_SECONDS = 0.1  # type: ignore[assignment] - with it the timer is armed next
+    documents._REARM_SECONDS = 0.0
+    yield "one"
+    threading.Event().wait()
+
+
+def eats() -> list[str]:
+    return ["x" * (documents.ENTRY_POINT_MEMORY_BYTES + 1)]
+
+
+def quits() -> Iterator[str]:
+    yield "one"
+    sys.exit("enough")
+
+
+def dies() -> Iterator[str]:
+    yield "one"
+    os.kill(os.getpid(), 9)
+
+
+def exits() -> Iterator[str]:
+    yield "one"
+    os._exit(7)
+
+
+def splits() -> dict[str, list[str]]:
+    return {"train": ["a"], "test": ["b"]}
+
+
+def a_string() -> str:
+    return "text"
+
+
+def nothing() -> list[str]:
+    return []
+
+
+def numbers() -> list[int]:
+    return [3]
+
+
+def mixed() -> list[object]:
+    return ["text", {"messages": conversations(1)[0]}]
+
+
+def no_json() -> list[object]:
+    return [{"messages": [{"role": "user", "content": Path()}]}]
+
+
+def no_response() -> list[object]:
+    return [{"messages": conversations(1)[0]}, {"messages": [{"role": "user", "content": "yes"}]}]
+
+
+def large_token() -> list[object]:
+    return [{"input_ids": [1, 2]}, {"input_ids": [1, 10**6]}]
+
+
+def wrong_label() -> list[object]:
+    return [{"input_ids": [1, 2], "labels": [-100, 1]}]
+
+
+def short_labels() -> list[object]:
+    return [{"input_ids": [1, 2], "labels": [1]}]
+
+
+def no_label() -> list[object]:
+    return [{"input_ids": [1, 2], "labels": [1, -100]}]
+
+
+NOT_CALLABLE = 3
