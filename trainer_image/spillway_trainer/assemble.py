@@ -419,8 +419,7 @@ def make_tiers(job: JobFile, plan: MemoryPlan, device: torch.device) -> Tiers:
             ),
         )
     if device.type == "cpu":
-        lanes = CpuLanes(host, ledger, direct_io=True, pooled_bytes=native.pooled_bytes())
-        return Tiers(ledger, host, nvme, lanes)
+        return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
     return Tiers(ledger, host, nvme, CudaLanes(host, ledger, cuda.CudaStreams(device)), device)
 
 

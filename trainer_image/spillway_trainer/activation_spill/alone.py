@@ -118,7 +118,7 @@ class Spilling:
     def _open(self) -> None:
         directory, nvme_bytes, encrypts = self._place
         self.host, self.ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
-        self.lanes = CpuLanes(self.host, self.ledger, direct_io=True, pooled_bytes=native.pooled_bytes())
+        self.lanes = CpuLanes(self.host, self.ledger)
         file = encrypted(SpillFile) if encrypts else SpillFile
         self.nvme = NvmeSlab(directory, nvme_bytes, NUM_IO_THREADS, open_file=file, host=self.host, tell=LOG.warning)
         self.nvme.reclaim, self.nvme.if_full = self.lanes.reclaim, RAISE_NVME_BYTES

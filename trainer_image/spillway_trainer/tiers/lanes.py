@@ -11,7 +11,6 @@ CpuLanes runs one worker thread per lane; native copies and I/O release the GIL.
 from __future__ import annotations
 
 import copy
-import math
 import threading
 import time
 import traceback
@@ -27,6 +26,7 @@ from torch import Tensor
 from spillway.errors import SpillwayError
 from spillway.plan import Tier
 
+from ..kernels import native
 from .device_ledger import DeviceLedger
 from .extents import ALIGNMENT_BYTES, round_up
 from .host_slab import HostSlab, mapped
@@ -206,16 +206,16 @@ def acquire(host: HostSlab, ledger: DeviceLedger, tier: Tier, nbytes: int, label
 class LentBuffer(Buffer):
     """Device memory of a CPU whose storage is returned once no tensor shares it."""
 
-    __slots__ = ("_ledger",)
+    __slots__ = ("_charged_bytes", "_ledger")
 
-    def __init__(self, tensor: Tensor, label: str, ledger: DeviceLedger) -> None:
+    def __init__(self, tensor: Tensor, label: str, ledger: DeviceLedger, charged_bytes: int) -> None:
         super().__init__(Tier.DEVICE, tensor, label, _by_itself)
-        self._ledger = ledger
+        self._ledger, self._charged_bytes = ledger, charged_bytes
 
     def drop(self) -> None:
         super().drop()
         if not self._num_owners:
-            self._ledger.release(DEVICE_BUFFERS, self.nbytes)
+            self._ledger.release(DEVICE_BUFFERS, self._charged_bytes)
 
 
 def _by_itself(_: Tensor) -> None:
@@ -225,12 +225,12 @@ def _by_itself(_: Tensor) -> None:
 def lent_buffer(ledger: DeviceLedger, nbytes: int, label: str, pooled_bytes: float) -> Buffer:
     """Device memory of a CPU, whole blocks: of `pooled_bytes` or more from where torch takes its tensors; of less, and
     where that is full, mapped. Raises DeviceOutOfMemory."""
-    nbytes = round_up(nbytes)
     ledger.charge(DEVICE_BUFFERS, nbytes)
-    memory = torch.empty(nbytes, dtype=torch.uint8) if nbytes >= pooled_bytes else None
+    whole = round_up(max(nbytes, 1))
+    memory = torch.empty(whole, dtype=torch.uint8) if nbytes >= pooled_bytes else None
     if memory is None or memory.data_ptr() % ALIGNMENT_BYTES:
-        memory = mapped(nbytes)
-    return LentBuffer(memory, label, ledger)
+        memory = mapped(whole)
+    return LentBuffer(memory, label, ledger, nbytes)
 
 
 class Done:
@@ -369,15 +369,14 @@ class CpuLanes(Lanes):
     A compute lane that has to wait for the CPU's work does what is queued ahead of it, beside the worker: its core
     would stand still.
 
-    `direct_io`: device buffers are 4096-aligned, so that files are read into them: of `pooled_bytes` or more from the
-    pool that torch takes such tensors from, so that they fill the room of what backward has dropped.
+    Device buffers are 4096-aligned, so that files are read into them; large ones come from the pool that torch takes
+    such tensors from, so that they fill the room of what backward has dropped.
     """
 
-    def __init__(
-        self, host: HostSlab, ledger: DeviceLedger, *, direct_io: bool = False, pooled_bytes: float = math.inf
-    ) -> None:
-        self._host, self._ledger, self._pooled_bytes = host, ledger, pooled_bytes
-        self.direct_io = direct_io
+    direct_io = True
+
+    def __init__(self, host: HostSlab, ledger: DeviceLedger) -> None:
+        self._host, self._ledger, self._pooled_bytes = host, ledger, native.pooled_bytes()
         self._releases = Releases()
         self._moved: Counter[str] = Counter()
         self._stalled_seconds = 0.0
@@ -389,7 +388,7 @@ class CpuLanes(Lanes):
         host.reclaim = ledger.reclaim = self.reclaim
 
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
-        if self.direct_io and tier is Tier.DEVICE:
+        if tier is Tier.DEVICE:
             return lent_buffer(self._ledger, nbytes, label, self._pooled_bytes)
         return acquire(self._host, self._ledger, tier, nbytes, label)
 
