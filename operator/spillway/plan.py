@@ -240,6 +240,9 @@ class MemoryPlan(Frozen):
     it."""
     checkpoint_bytes: int = Field(default=0, ge=0)
     """Size of one checkpoint; 0: of a version that did not say."""
+    snapshot_bytes: int = Field(default=0, ge=0, exclude_if=lambda size: not size)
+    """Host memory on top of the slab, within the budget: for a copy of the states, from which a checkpoint is written
+    while training goes on. 0: training stops for that."""
     prediction: Prediction
     reasons: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fakes.fake_spill_file import FakeSpillFile
 from fakes.lazy_lanes import LazyLanes
+from fakes.no_checkpoints import NoCheckpoints
 from fakes.tracing import TracingLanes
 from harness import local_runs
 from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, Overlap, ParameterPlan, Policy, Tier, TierBytes
@@ -275,11 +276,6 @@ class Listener(Recorder):
 
     def evaluation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         self.figures["evaluation"].append(loss)
-
-
-class NoCheckpoints:
-    def commit(self, progress: RunProgress) -> tuple[int, float]:
-        return 0, 0.0
 
 
 def settings_of(model: Model, num_steps: int = STEPS) -> LoopSettings:

@@ -28,6 +28,7 @@ POINTS = {
     "an evaluation": ("spillway_trainer.trainer", "", "evaluate"),
     "a commit": ("spillway_trainer.trainer", "", "commit"),
     "a record of values": ("spillway_trainer.sweep.record", "SweepRecord", "write"),
+    "a durable file": ("spillway_trainer.checkpoints.durable_files", "DurableFiles", "write"),
     "a file's name": ("spillway_trainer.checkpoints.durable_files", "DurableFiles", "rename"),
     "an update on the CPU": ("spillway_trainer.kernels.dispatch", "", "update"),
     "a commit of what backward updated": (f"{OFFLOAD}.speculation", "Speculation", "commit"),
@@ -43,6 +44,7 @@ class Kill:
 
     point: str
     call: int = 0
+    by: signal.Signals = signal.SIGKILL
 
 
 def calls_file(job: JobFile, point: str) -> Path:
@@ -62,7 +64,7 @@ def _counted(function: Callable[..., Any], kill: Kill, file: int) -> Callable[..
         calls += 1
         os.write(file, b".")
         if calls == kill.call:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), kill.by)
         return function(*arguments, **options)
 
     return run

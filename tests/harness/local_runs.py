@@ -64,6 +64,7 @@ def spread_plan(num_layers: int = 4) -> MemoryPlan:
         activations=ActivationPlan(answers=answers, minimum_bytes=4096, window_bytes=2 * MIB, num_io_threads=1),
         bytes={tier: TierBytes(buffers=32 * MIB) for tier in Tier},
         budget=dict.fromkeys(Tier, 64 * MIB),
+        snapshot_bytes=8 * MIB,
         prediction=PREDICTION,
     )
 
@@ -71,7 +72,7 @@ def spread_plan(num_layers: int = 4) -> MemoryPlan:
 def disabled_plan(num_layers: int = 4) -> MemoryPlan:
     """memory.mode Disabled: everything resident, no hooks."""
     return spread_plan(num_layers).model_copy(
-        update={"mode": "Disabled", "optimizer": OptimizerPlan(), "activations": ActivationPlan()}
+        update={"mode": "Disabled", "optimizer": OptimizerPlan(), "activations": ActivationPlan(), "snapshot_bytes": 0}
     )
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from harness import local_runs
+from harness import killed_runs, local_runs
 from harness.depth import at
+from harness.killed_runs import Kill
 from harness.patience import wait_until
 from spillway.api.load import parse_job
 from spillway.errors import ExitCode
-from spillway_trainer.checkpoints.directory import choose_resume
-from spillway_trainer.checkpoints.manifest import StoredCheckpoint
+from spillway_trainer.checkpoints.directory import choose_resume, names_in
+from spillway_trainer.checkpoints.manifest import StoredCheckpoint, open_checkpoint
 
 TRIALS = at(2, 12, 100)
 
@@ -69,6 +70,17 @@ def test_disabled_mode_gives_the_same_bits(reference: Reference, tmp_path: Path)
     assert local_runs.complete(job, local_runs.disabled_plan()) == 0, local_runs.log_of(tmp_path, 1)
     assert curves(tmp_path) == (reference.losses, reference.evaluations)
     assert tensor_hashes(last_checkpoint(tmp_path)) == tensor_hashes(reference.last)
+    behind = reference.last.path.parent
+    assert hashes_of_all(tmp_path / "checkpoints") == hashes_of_all(behind), "written behind training, and not"
+    assert [one["stalled_seconds"] < one["seconds"] for one in local_runs.events(behind.parent, "checkpoint")] == [
+        True, True, True, False
+    ]  # fmt: skip
+
+
+def hashes_of_all(directory: Path) -> dict[str, list[str]]:
+    names = names_in(directory)
+    assert len(names) > 1
+    return {str(name): tensor_hashes(open_checkpoint(directory / str(name))) for name in names}
 
 
 def test_text_to_evaluate_on_may_not_change_between_attempts(tmp_path: Path) -> None:
@@ -131,6 +143,38 @@ def test_an_earlier_epoch_is_fenced(reference: Reference, tmp_path: Path) -> Non
     assert local_runs.complete(job, local_runs.spread_plan()) == 0
     zombie = local_runs.job_file(tmp_path, reference.text, reference.corpus, epoch=1)
     assert local_runs.complete(zombie, local_runs.spread_plan()) == ExitCode.FENCED
+
+
+@pytest.mark.parametrize("call", at((3,), (2, 4, 7), range(2, 8)))
+def test_killed_while_a_checkpoint_is_written_behind_training(reference: Reference, tmp_path: Path, call: int) -> None:
+    """The first durable file is the epoch's; then each checkpoint has one of tensors and its manifest."""
+    step, first = 3 * (call // 2), local_runs.job_file(tmp_path, reference.text, reference.corpus, 1)
+    process = killed_runs.start(first, local_runs.spread_plan(), [Kill("a durable file", call)])
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, local_runs.log_of(tmp_path, 1)
+    assert (tmp_path / "checkpoints" / f"step-{step}.e1.tmp").is_dir()
+    assert [entry["step"] for entry in local_runs.events(tmp_path, "checkpoint")] == list(range(3, step, 3))
+    second = local_runs.job_file(tmp_path, reference.text, reference.corpus, 2)
+    assert local_runs.complete(second, local_runs.spread_plan()) == 0, local_runs.log_of(tmp_path, 2)
+    assert local_runs.events(tmp_path, "start")[-1]["resumed_from_step"] == step - 3
+    assert curves(tmp_path)[0] == reference.losses
+    assert tensor_hashes(last_checkpoint(tmp_path)) == tensor_hashes(reference.last)
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+def test_sigterm_while_a_checkpoint_is_written_behind_training_commits_it_and_one_more(
+    reference: Reference, tmp_path: Path
+) -> None:
+    first = local_runs.job_file(tmp_path, reference.text, reference.corpus, 1)
+    process = killed_runs.start(first, local_runs.spread_plan(), [Kill("a durable file", 3, signal.SIGTERM)])
+    process.join()
+    assert process.exitcode == ExitCode.PREEMPTED, local_runs.log_of(tmp_path, 1)
+    stopped_at = local_runs.events(tmp_path, "end")[-1]["step"]
+    assert {entry["step"] for entry in local_runs.events(tmp_path, "checkpoint")} == {3, stopped_at}
+    assert last_checkpoint(tmp_path).manifest.state.step == stopped_at
+    second = local_runs.job_file(tmp_path, reference.text, reference.corpus, 2)
+    assert local_runs.complete(second, local_runs.spread_plan()) == 0, local_runs.log_of(tmp_path, 2)
+    assert curves(tmp_path)[0] == reference.losses
 
 
 @pytest.mark.parametrize("trial", range(TRIALS))

@@ -14,6 +14,7 @@ import torch
 
 from cases.optimizer_cases import odd_chunk
 from fakes.lazy_lanes import LazyLanes
+from fakes.no_checkpoints import NoCheckpoints
 from harness import local_runs
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
@@ -80,10 +81,6 @@ def outcome(job: JobFile, plan: MemoryPlan, corpus: Corpus, look: Callable[[Run]
         def step(self, step) -> None:  # type: ignore[no-untyped-def]
             losses.append(step.loss)
             norms.append(step.gradient_norm)
-
-    class NoCheckpoints:
-        def commit(self, progress: RunProgress) -> tuple[int, float]:
-            return 0, 0.0
 
     run = Run(
         model=assembly.model,

@@ -40,9 +40,9 @@ def with_usable_threads(plan: MemoryPlan, usable: int, num_local_ranks: int) -> 
 
 
 def spare_host_bytes(plan: MemoryPlan, num_local_ranks: int, root: Path) -> int:
-    """Host memory that a rank may use beyond its slab if a spill device fails: the rest of its budget, as far as it is
-    free on the node and in the control groups, with a margin."""
-    unplanned = plan.budget[Tier.HOST] - plan.slab_bytes(Tier.HOST)
+    """Host memory that a rank may use beyond its slab and snapshot if a spill device fails: the rest of its budget, as
+    far as it is free on the node and in the control groups, with a margin."""
+    unplanned = plan.budget[Tier.HOST] - plan.slab_bytes(Tier.HOST) - plan.snapshot_bytes
     free = (free_memory_bytes(root) - MEMORY_MARGIN_BYTES) // num_local_ranks
     return max(0, min(unplanned, free))
 

@@ -54,7 +54,7 @@ from .reporting.recorder import Recorder
 from .tiers import cuda
 from .tiers.host_slab import HostSlab
 from .tiers.spill_file import SpillFile
-from .trainer import Run, RunProgress, StopRequest, train_step
+from .trainer import Run, RunProgress, StopRequest, Written, train_step
 
 DISK_BYTES, QUICK_DISK_BYTES = 256 * MIB, 64 * MIB
 BATCH_BYTES, REQUEST_BYTES = 16 * MIB, 4 * MIB
@@ -360,7 +360,10 @@ def assembled(
 
 
 class NoCheckpoints:
-    def commit(self, progress: RunProgress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
+        raise AssertionError("the probe makes single steps, which commit nothing")
+
+    def written(self, *, wait: bool) -> Written | None:
         raise AssertionError("the probe makes single steps, which commit nothing")
 
 

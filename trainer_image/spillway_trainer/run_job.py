@@ -6,9 +6,11 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -46,7 +48,8 @@ from .reporting.exporter import Exporter
 from .reporting.progress_client import reporting
 from .reporting.recorder import Recorder
 from .tiers import cuda
-from .trainer import Run, RunProgress, StopRequest, settled_objects, train
+from .tiers.host_slab import HostSlab
+from .trainer import Run, RunProgress, StopRequest, Written, settled_objects, train
 
 METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
 """Set by the launcher, which alone serves job.json's port and asks the ranks of its node on 127.0.0.1."""
@@ -107,6 +110,8 @@ def run_ranks(
         learning_rate = config.learning_rate(job.spec)
         loss_scale = config.loss_scale(job.spec)
         checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks, loss_scale)
+        if ranks.world.size == 1:
+            checkpoints.memory = HostSlab(plan.snapshot_bytes).memory.zero_()  # resident from the start, as planned
         recorder.preparing(checkpoints.origin)
         checkpoints.resume(progress)
         exporter = Exporter(
@@ -283,7 +288,7 @@ def survived(tiers: Tiers) -> Iterator[None]:
         raise cause from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunCheckpoints:
     """The run's state into its epoch's checkpoints, and out of the one that the epoch resumes from."""
 
@@ -298,25 +303,50 @@ class RunCheckpoints:
     loss_scale: LossScaler
     base_is_there: bool = False
     """Whether the frozen parameters of a shared base have their values."""
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    """For the copy from which a checkpoint is written behind training; several ranks and members have none."""
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
+    _writing: Future[Written] | None = None
 
-    def commit(self, progress: RunProgress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
         """Every rank has the same state, so rank 0 writes; what it cannot write, no rank has committed.
 
         Where states are divided, every rank hands over its part of each, also of those that a failing rank 0 does not
         write."""
-        tensors = self.assembly.states()
+        assert self._writing is None, "written() comes first"
+        started, step, tensors = time.perf_counter(), progress.step, self.assembly.states()
+        if behind and self.memory.nbytes:
+            copies, left = checkpoint.copied(tensors, self.memory)
+            if not left:
+                state, stalled = self._state(progress), time.perf_counter() - started
+                self._writing = self._writer.submit(self._commit_behind, state, copies, started, stalled)
+                return None
+            tensors = chain(copies, left, tensors)
         is_divided = self.assembly.divided is not None
         if is_divided and not self.ranks.world.is_first:
             exhaust(tensors)
 
-        def work() -> tuple[int, float]:
+        def work() -> Written:
             try:
-                return self._commit(progress, tensors)
+                return self._commit(self._state(progress), tensors, started)
             finally:
                 if is_divided:
                     exhaust(tensors)
 
-        return self.ranks.first("checkpoint", work) or (0, 0.0)
+        try:
+            return self.ranks.first("checkpoint", work) or Written(step)
+        except CheckpointNotWritten as error:
+            return Written(step, missed=error)
+
+    def written(self, *, wait: bool) -> Written | None:
+        """Raises what ended the writing (Fenced)."""
+        if self._writing is None or not (wait or self._writing.done()):
+            return None
+        started = time.perf_counter()
+        wait_for([self._writing])
+        writing, self._writing = self._writing, None
+        found = writing.result()
+        return found._replace(stalled_seconds=found.stalled_seconds + time.perf_counter() - started)
 
     @property
     def origin(self) -> str:
@@ -340,15 +370,26 @@ class RunCheckpoints:
             checkpoint.restore_random_state(state.random_state)
             progress.step, progress.samples = state.step, state.samples_consumed
 
-    def _commit(self, progress: RunProgress, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, float]:
+    def _commit_behind(
+        self, state: TrainingState, copies: Iterable[tuple[str, Tensor]], started: float, stalled_seconds: float
+    ) -> Written:
+        """In the writer's thread."""
+        try:
+            return self._commit(state, copies, started, stay=True)._replace(stalled_seconds=stalled_seconds)
+        except CheckpointNotWritten as error:
+            return Written(state.step, missed=error)
+
+    def _commit(
+        self, state: TrainingState, tensors: Iterable[tuple[str, Tensor]], started: float, *, stay: bool = False
+    ) -> Written:
         assert self.epoch is not None
-        started = time.perf_counter()
-        committed = checkpoint.save(self.epoch, self._state(progress), tensors)
+        nbytes = checkpoint.save(self.epoch, state, tensors, stay=stay).manifest.nbytes
         try:
             self.epoch.prune(self.job.spec.checkpoint.keep)
         except CheckpointNotWritten as error:  # the new one is committed all the same
             report(str(error))
-        return committed.manifest.nbytes, time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        return Written(state.step, nbytes, seconds, seconds)
 
     def _found_state(self) -> str:
         """JSON of the state that the epoch resumes from; empty when it starts from the seed."""

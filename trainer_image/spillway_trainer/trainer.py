@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,10 +60,26 @@ class Techniques(Protocol):
 
 
 class Checkpoints(Protocol):
-    """Commits the run's state; checkpoints/tensors.py implements it."""
+    """Commits the run's state; run_job.RunCheckpoints implements it."""
 
-    def commit(self, progress: RunProgress) -> tuple[int, float]:
-        """Write and commit a checkpoint of `progress`; returns its bytes and seconds."""
+    def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
+        """Write and commit a checkpoint of `progress`. `behind`: training may go on while it is written, if the plan
+        has memory for a copy; then None, and `written` has the result."""
+
+    def written(self, *, wait: bool) -> Written | None:
+        """The checkpoint that was written behind, once; None: there is none, or (unless `wait`) it is not done."""
+
+
+class Written(NamedTuple):
+    """A checkpoint that is committed, or that the disk refused."""
+
+    step: int
+    nbytes: int = 0
+    seconds: float = 0.0
+    """From the first byte taken to the end of the pruning."""
+    stalled_seconds: float = 0.0
+    """How long training stopped for it: all of `seconds`, or for the copy and what came to wait for it."""
+    missed: CheckpointNotWritten | None = None
 
 
 @dataclass(slots=True)
@@ -215,7 +231,10 @@ def train(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopReq
     Raises Preempted after a committed checkpoint when `stop` was requested, NonFinite when the policy says so.
     """
     stop.wait_for_step()
-    advance(run, settings, progress, stop, settings.num_steps)
+    try:
+        advance(run, settings, progress, stop, settings.num_steps)
+    finally:  # what ends a run early does not cost the checkpoint that is being written
+        record(run, run.checkpoints.written(wait=True))
 
 
 def advance(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest, until: int) -> None:
@@ -237,10 +256,11 @@ def after_step(
     if settings.evaluates_after(progress.step):
         evaluate(run, settings, progress)
         stopping = any_asked_to_stop(run, stop)
-    if last or stopping:
-        commit(run, progress)
-    elif progress.step % settings.checkpoint_every == 0 and commit_or_go_on(run, progress):
-        stopping = any_asked_to_stop(run, stop)
+    ends = last or stopping
+    due = ends or progress.step % settings.checkpoint_every == 0
+    record(run, run.checkpoints.written(wait=due))
+    if due and commit(run, progress, behind=not ends) and not ends and any_asked_to_stop(run, stop):
+        stopping = record(run, run.checkpoints.written(wait=True))
     return stopping and not last
 
 
@@ -249,20 +269,23 @@ def any_asked_to_stop(run: Run, stop: StopRequest) -> bool:
     return any(asked for (asked,) in run.ranks.gather([float(stop.requested)]))
 
 
-def commit(run: Run, progress: RunProgress) -> None:
+def commit(run: Run, progress: RunProgress, *, behind: bool) -> bool:
+    """Whether it is committed or on its way. Raises CheckpointNotWritten unless training may go on without it."""
     run.optimizer.flush()  # on every rank: one of them alone writes
-    nbytes, seconds = run.checkpoints.commit(progress)
-    run.recorder.checkpoint(progress.step, nbytes, seconds)
+    written = run.checkpoints.commit(progress, behind=behind)
+    if written is not None and written.missed is not None and not behind:
+        raise written.missed
+    return record(run, written)
 
 
-def commit_or_go_on(run: Run, progress: RunProgress) -> bool:
-    """Whether it is committed. A disk that refuses one checkpoint costs that checkpoint, not the run: those before it
-    stand."""
-    try:
-        commit(run, progress)
-    except CheckpointNotWritten as error:
-        run.recorder.checkpoint_missed(progress.step, str(error))
+def record(run: Run, written: Written | None) -> bool:
+    """False where the disk refused it. That costs this checkpoint, not the run: those before it stand."""
+    if written is None:
+        return True
+    if written.missed is not None:
+        run.recorder.checkpoint_missed(written.step, str(written.missed))
         return False
+    run.recorder.checkpoint(written.step, written.nbytes, written.seconds, written.stalled_seconds)
     return True
 
 

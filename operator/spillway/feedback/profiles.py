@@ -182,6 +182,8 @@ def memory_fingerprint(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
         decides["moments"] = moments
     if (kept := spec.training.optimizer.moment_type) is not MomentType.FLOAT32:
         decides["momentType"] = kept
+    if plan.snapshot_bytes:
+        decides["snapshotBytes"] = plan.snapshot_bytes
     if plan.parameters.order == "WeightStationary":  # what segments hand on waits for all of them
         decides["numMicroBatches"] = plan.num_micro_batches
     if plan.members:  # of a sweep, whose bytes are those of all members

@@ -54,6 +54,7 @@ from spillway.planning.pod_resources import (
     plannable_spill_bytes,
     pod_resources,
     pod_runtime_bytes,
+    stopping_for_checkpoints,
 )
 from spillway.planning.workload import RUN_STRATEGY
 from spillway.units import GIB, MIB, format_bytes, format_seconds
@@ -573,6 +574,10 @@ def _for_its_pod(
     were observed, what they took."""
     plan, ranks = _within_its_pod(plan), spec.parallelism.devices_per_node
     counted = pod_resources(spec, plan, ranks)
+    if plan.snapshot_bytes:
+        without = stopping_for_checkpoints(plan, "with memory for a copy fewer pods fit a node")
+        smaller = pod_resources(spec, without, ranks)
+        plan, counted = (without, smaller) if _takes_a_place(group, counted, smaller) else (plan, counted)
     seen = group.pods.of(memory_fingerprint(spec, plan), spec, plan) if group.pods.known else None
     if seen is None:
         more = group.corrections.unplanned_bytes(counted.memory_bytes)
@@ -584,6 +589,12 @@ def _for_its_pod(
         "reasons": (*plan.reasons, seen.sentence(counted.memory_bytes)),
     }
     return plan.model_copy(update=decided), replace(counted, memory_bytes=request), seen
+
+
+def _takes_a_place(group: _NodeClass, pod: PodResources, smaller: PodResources) -> bool:
+    """Whether fewer such pods than `smaller` ones fit on a node of the class, as it is or empty."""
+    seen = [nodes for view in group.views for nodes in (view, view.beside_others, view.free)]
+    return not seen or any(_pods_on(view, pod) < _pods_on(view, smaller) for view in seen)
 
 
 def _within_its_pod(plan: MemoryPlan) -> MemoryPlan:

@@ -18,7 +18,7 @@ from spillway.planning.explain import alternatives, infeasible, reasons, reasons
 from spillway.planning.footprint import parameter_plan
 from spillway.planning.hardware import NodeSpec
 from spillway.planning.model_shape import ModelShape, shape_of
-from spillway.planning.pod_resources import checkpoint_bytes, memory_bytes, pod_runtime_bytes
+from spillway.planning.pod_resources import checkpoint_bytes, memory_bytes, pod_runtime_bytes, with_snapshot
 from spillway.planning.search import Search, as_specified
 from spillway.planning.step_time import amounts
 from spillway.planning.sweep_plan import plan_sweep
@@ -126,6 +126,8 @@ def make_plan(
     found = _planned(job, node, overrides, explained=explained)
     if isinstance(found, Infeasible):
         return found
+    if not found.members and not overrides.corrections.after_failure:
+        found = with_snapshot(job.spec, found)
     ranks = overrides.world_size or job.spec.parallelism.devices_per_node
     processes = pod_runtime_bytes(job.spec, ranks, found.device, found.strategy)
     machine = memory_bytes(job.spec, found, ranks)

@@ -1,8 +1,8 @@
 """PodResources: what one pod of an attempt requests from Kubernetes to execute its plan. Pure.
 
 memory               code + launcher + page cache + /dev/shm + ranks x process, and beside that the largest of: ranks x
-                     (host slab, homes of streamed parameters included [+ device tier, on a CPU]); building the corpus;
-                     budget.host of a Disabled job
+                     (host slab, homes of streamed parameters included, snapshot [+ device tier, on a CPU]); building
+                     the corpus; budget.host of a Disabled job
 ephemeral storage    slab, checkpoints and corpus as far as they lie on emptyDirs, and scratch
 spill volume         the slabs of all ranks: activations, and homes of streamed parameters
 cpu                  a request without limit: the pod's share when cores are short
@@ -25,7 +25,7 @@ from spillway.api.training_job import TrainingJobSpec
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning.model_shape import ModelShape, shape_of
 from spillway.planning.workload import ZERO_STRATEGIES, padded
-from spillway.units import GIB, MIB
+from spillway.units import GIB, MIB, format_bytes
 
 CODE_BYTES = 256 * MIB
 """File pages of the interpreter's and torch's libraries, once per pod: 226 MiB mapped by a training rank."""
@@ -42,6 +42,8 @@ TRACKERS_BYTES = 128 * MIB
 """In addition, once per pod, for spec.tracking: 114 MiB with all three trackers, W&B's service included."""
 CHECKPOINT_BUFFER_BYTES = 64 * MIB
 """Per rank while it writes or loads a checkpoint: one file."""
+SNAPSHOT_SLACK_BYTES = MIB
+"""Of the copy of the states: tensors begin at multiples of 8 bytes; running statistics."""
 CUDA_RANK_BYTES = 2 * GIB
 """RANK_BYTES with a CUDA context and NCCL; assumed"""
 LAUNCHER_BYTES = 48 * MIB
@@ -108,7 +110,8 @@ class PodResources:
     extended: tuple[tuple[str, int], ...]
     """Further extended resources: (name, count)."""
     grace_seconds: int
-    """terminationGracePeriodSeconds: one step, one checkpoint, and GRACE_SECONDS; at most LONGEST_GRACE_SECONDS."""
+    """terminationGracePeriodSeconds: one step, one checkpoint (two where one may be on its way), and GRACE_SECONDS; at
+    most LONGEST_GRACE_SECONDS."""
 
 
 def pod_resources(
@@ -170,8 +173,8 @@ def corpus_build_bytes(spec: TrainingJobSpec, num_local_ranks: int) -> int:
 
 
 def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
-    """What the plan holds in the pod's memory: host slabs, and on a CPU the device tier."""
-    held = plan.slab_bytes(Tier.HOST)
+    """What the plan holds in the pod's memory: host slabs, snapshots, and on a CPU the device tier."""
+    held = plan.slab_bytes(Tier.HOST) + plan.snapshot_bytes
     if plan.device == "Cpu":
         held += plan.bytes[Tier.DEVICE].total
     return ceil(num_local_ranks * held * (1.0 + PLANNED_MARGIN))
@@ -228,6 +231,24 @@ def checkpoint_bytes(spec: TrainingJobSpec, device: str, shape: ModelShape | Non
     return ceil(optimizer.rule.states_bytes(True, optimizer.moment_type) * shape.num_trained) + short_blocks
 
 
+def with_snapshot(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryPlan:
+    """The plan of one model with memory for a copy of the states, where the host budget has room for it after
+    everything else; with a sentence where a job that takes checkpoints on its way has none."""
+    if plan.mode != "Auto" or spec.checkpoint.every_steps >= spec.training.steps:
+        return plan
+    needed = padded(plan.checkpoint_bytes + SNAPSHOT_SLACK_BYTES)
+    lacking = needed - (plan.budget[Tier.HOST] - plan.slab_bytes(Tier.HOST))
+    if plan.world_size == 1 and lacking <= 0:
+        return plan.model_copy(update={"snapshot_bytes": needed})
+    why = f"{plan.world_size} ranks" if plan.world_size > 1 else f"host memory lacks {format_bytes(lacking)} for a copy"
+    return stopping_for_checkpoints(plan, why)
+
+
+def stopping_for_checkpoints(plan: MemoryPlan, why: str) -> MemoryPlan:
+    sentence = f"checkpoints: training stops while one is written: {why}"
+    return plan.model_copy(update={"snapshot_bytes": 0, "reasons": (*plan.reasons, sentence)})
+
+
 def planned_checkpoint_bytes(spec: TrainingJobSpec, plan: MemoryPlan) -> dict[str, int]:
     """One checkpoint of each member, by name; of a job that is no sweep under ""."""
     plans = {one.name: one.plan for one in plan.members}
@@ -280,5 +301,6 @@ def _cores(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> flo
 
 def grace_seconds(spec: TrainingJobSpec, plan: MemoryPlan) -> int:
     writing = max(planned_checkpoint_bytes(spec, plan).values()) / CHECKPOINT_BYTES_PER_SECOND
+    writing += plan.snapshot_bytes / CHECKPOINT_BYTES_PER_SECOND  # of the checkpoint that is being written behind
     needed = STEP_PATIENCE * plan.prediction.step_seconds + writing + GRACE_SECONDS
     return ceil(min(LONGEST_GRACE_SECONDS, needed))

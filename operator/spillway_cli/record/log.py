@@ -85,6 +85,8 @@ class CheckpointEvent:
     step: int
     nbytes: int
     seconds: float
+    stalled_seconds: float
+    """How long training stopped for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +289,11 @@ READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
     "step": lambda time, epoch, fields: StepEvent(time, epoch, step_metrics(fields)),
     "evaluation": lambda time, _, fields: EvaluationEvent(time, int(fields["step"]), number(fields["loss"])),
     "checkpoint": lambda time, _, fields: CheckpointEvent(
-        time, int(fields["step"]), int(fields["bytes"]), float(fields["seconds"])
+        time,
+        int(fields["step"]),
+        int(fields["bytes"]),
+        float(fields["seconds"]),
+        float(fields.get("stalled_seconds", fields["seconds"])),  # before checkpoints were written behind
     ),
     "checkpoint_missed": lambda time, _, fields: MissedCheckpoint(time, int(fields["step"]), str(fields["problem"])),
     "sweep": sweep,

@@ -209,7 +209,9 @@ class ProgressReporter:
                 self.say(f"step {event.step}: evaluation loss {format_loss(event.loss)}")
             case CheckpointEvent():
                 size, seconds = format_bytes(event.nbytes), format_seconds(event.seconds)
-                self.say(f"step {event.step}: checkpoint committed ({size} in {seconds})")
+                stalled = f"; training stopped for {format_seconds(event.stalled_seconds)}"
+                behind = stalled if event.stalled_seconds < event.seconds else ""
+                self.say(f"step {event.step}: checkpoint committed ({size} in {seconds}{behind})")
             case MissedCheckpoint():
                 self.say(f"step {event.step}: checkpoint NOT written, training continues: {event.problem}")
             case SweepStep():

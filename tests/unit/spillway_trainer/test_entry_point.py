@@ -141,8 +141,8 @@ def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPat
     spec = SimpleNamespace(checkpoint=SimpleNamespace(keep=2))
     nothing = SimpleNamespace(states=dict, divided=None, prune=refuse, spec=spec)
     committed = SimpleNamespace(manifest=SimpleNamespace(nbytes=7))
-    monkeypatch.setattr(run_job.checkpoint, "save", lambda *_: committed)
-    monkeypatch.setattr(run_job.RunCheckpoints, "_state", lambda *_: None)
+    monkeypatch.setattr(run_job.checkpoint, "save", lambda *_, stay: committed)
+    monkeypatch.setattr(run_job.RunCheckpoints, "_state", lambda _, progress: progress)
     checkpoints: Any = run_job.RunCheckpoints(*[nothing] * 6, ONE_RANK, nothing)
-    assert checkpoints.commit(RunProgress(step=3))[0] == 7
+    assert checkpoints.commit(RunProgress(step=3), behind=True)[:2] == (3, 7)
     assert "old checkpoints not removed" in capsys.readouterr().out

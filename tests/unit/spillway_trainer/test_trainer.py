@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.no_techniques import NoTechniques
-from spillway.errors import NonFinite, Preempted
+from spillway.errors import Fenced, NonFinite, Preempted
 from spillway.metrics import Phase
 from spillway_trainer.checkpoints.directory import CheckpointNotWritten
 from spillway_trainer.corpus.data import Batch
@@ -33,6 +33,7 @@ from spillway_trainer.trainer import (
     RunProgress,
     StopRequest,
     Stopwatch,
+    Written,
     clip_factor_of,
     train,
 )
@@ -100,11 +101,14 @@ class ListedCheckpoints:
         self.steps: list[int] = []
         self.refuse = refuse
 
-    def commit(self, progress: RunProgress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
         if self.refuse:
-            raise CheckpointNotWritten("the disk is full")
+            return Written(progress.step, missed=CheckpointNotWritten("the disk is full"))
         self.steps.append(progress.step)
-        return 1, 0.0
+        return Written(progress.step, 1, 0.5, 0.5)
+
+    def written(self, *, wait: bool) -> Written | None:
+        return None
 
 
 class Loop:
@@ -313,9 +317,9 @@ class StoppingCheckpoints(ListedCheckpoints):
         super().__init__(refuse)
         self.stop = stop
 
-    def commit(self, progress: RunProgress) -> tuple[int, float]:
+    def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
         self.stop.requested = True
-        return super().commit(progress)
+        return super().commit(progress, behind=behind)
 
 
 @pytest.mark.parametrize("ranks", [ONE_RANK, TwoRanks()], ids=["one rank", "two ranks"])
@@ -371,6 +375,119 @@ def test_a_refused_checkpoint_in_mid_run_is_recorded_and_training_goes_on(tmp_pa
         loop.train()
     assert loop.progress.step == 3
     assert "checkpoint_missed" in (tmp_path / "run.jsonl").read_text()
+
+
+class BehindCheckpoints(ListedCheckpoints):
+    """Each takes until the `polls`-th step after it, unless somebody waits; then it ends as `ends` says."""
+
+    def __init__(
+        self, polls: int = 1, ends: dict[int, Exception] | None = None, stop: StopRequest | None = None
+    ) -> None:
+        super().__init__()
+        self.polls, self.ends, self.stop = polls, ends or {}, stop
+        self.writing: int | None = None
+        self.asked = 0
+
+    def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
+        assert self.writing is None, "one at a time"
+        if not behind:
+            return super().commit(progress, behind=behind)
+        if self.stop is not None:
+            self.stop.requested = True
+        self.writing, self.asked = progress.step, 0
+        return None
+
+    def written(self, *, wait: bool) -> Written | None:
+        self.asked += 1
+        if self.writing is None or (self.asked < self.polls and not wait):
+            return None
+        step, self.writing = self.writing, None
+        error = self.ends.get(step)
+        if isinstance(error, CheckpointNotWritten):
+            return Written(step, missed=error)
+        if error is not None:
+            raise error
+        self.steps.append(step)
+        return Written(step, 1, 2.0, 0.25)
+
+
+def behind(loop: Loop, checkpoints: BehindCheckpoints) -> list[str]:
+    """Trains, and says what run.jsonl has, in its order."""
+    loop.run = replace(loop.run, checkpoints=checkpoints)
+    path = Path(loop.run.recorder._file.name).parent
+    try:
+        loop.train()
+    finally:
+        assert checkpoints.writing is None, "nothing is left behind"
+    return order_of(path)
+
+
+def order_of(path: Path) -> list[str]:
+    return [f"{event['event']} {event['step']}" for event in events_of(path)]
+
+
+def test_a_checkpoint_that_is_written_behind_is_told_when_it_is_committed(tmp_path: Path) -> None:
+    order = behind(Loop(tmp_path, num_steps=6, checkpoint_every=4), BehindCheckpoints())
+    assert order == [*(f"step {n}" for n in range(1, 6)), "checkpoint 4", "step 6", "checkpoint 6"]
+    told = [event for event in events_of(tmp_path) if event["event"] == "checkpoint"]
+    assert [(one["seconds"], one["stalled_seconds"]) for one in told] == [(2.0, 0.25), (0.5, 0.5)]
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
+    order = behind(Loop(tmp_path), BehindCheckpoints(polls=100))
+    assert order == [
+        "step 1", "step 2", "step 3", "step 4", "checkpoint 2", "step 5", "checkpoint 4", "checkpoint 5"
+    ]  # fmt: skip
+
+
+def test_one_that_the_disk_refused_behind_training_is_missed_with_its_own_step(tmp_path: Path) -> None:
+    refused = {2: CheckpointNotWritten("the disk is full")}
+    order = behind(Loop(tmp_path), BehindCheckpoints(ends=refused))
+    assert order[2:4] == ["step 3", "checkpoint_missed 2"] and order[-1] == "checkpoint 5"
+
+
+def test_a_writer_that_is_fenced_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with pytest.raises(Fenced):
+        behind(loop, BehindCheckpoints(ends={2: Fenced("epoch 2 owns the run")}))
+    assert order_of(tmp_path) == ["step 1", "step 2", "step 3"]
+
+
+def test_a_step_that_ends_the_run_does_not_cost_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, norms=[1.0, 1.0, math.nan], skip_non_finite=False)
+    with pytest.raises(NonFinite, match="step 3"):
+        behind(loop, BehindCheckpoints(polls=100))
+    assert order_of(tmp_path) == ["step 1", "step 2", "checkpoint 2"]
+
+
+def test_a_stop_request_while_a_checkpoint_is_copied_ends_with_that_checkpoint(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with pytest.raises(Preempted) as stopped:
+        behind(loop, BehindCheckpoints(polls=100, stop=loop.stop))
+    assert (order_of(tmp_path)[-1], stopped.value.details) == ("checkpoint 2", {"savedStep": 2})
+
+
+def test_a_stop_request_while_one_is_written_behind_commits_both(tmp_path: Path) -> None:
+    class Stopping(CountingOptimizer):
+        def step(self, learning_rate: float, gradient_scale: float) -> None:
+            super().step(learning_rate, gradient_scale)
+            loop.stop.requested = len(self.calls) == 5  # three steps, a flush, a step
+
+    loop = Loop(tmp_path, num_steps=9, checkpoint_every=3)
+    loop.run = replace(loop.run, optimizer=Stopping([]))  # type: ignore[arg-type]
+    with pytest.raises(Preempted) as stopped:
+        behind(loop, BehindCheckpoints(polls=100))
+    assert order_of(tmp_path)[-3:] == ["step 5", "checkpoint 3", "checkpoint 5"]
+    assert stopped.value.details == {"savedStep": 5}
+
+
+def test_a_stop_request_whose_own_checkpoint_is_refused_takes_the_next_step(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    refused = {2: CheckpointNotWritten("the disk is full")}
+    with pytest.raises(Preempted) as stopped:
+        behind(loop, BehindCheckpoints(polls=100, ends=refused, stop=loop.stop))
+    assert order_of(tmp_path)[-3:] == ["checkpoint_missed 2", "step 3", "checkpoint 3"]
+    assert stopped.value.details == {"savedStep": 3}
 
 
 class UnevenBatches(NumberedBatches):

@@ -1,4 +1,5 @@
-"""Tensors into a checkpoint and out of it: safetensors files, no pickle, one file's worth of extra memory.
+"""Tensors into a checkpoint and out of it: safetensors files, no pickle; one file's worth of extra memory, or a copy of
+all of them, which is written while training goes on.
 
 The tensors are canonical (design: independent of plan, placement and world size): for every parameter X that is no tied
 alias, one of each kind of the update rule (`master.X`, `exp_avg.X` ...) in the parameter's shape: masters in float32,
@@ -33,16 +34,33 @@ _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float1
                       torch.int64: "I64"}  # fmt: skip
 
 
-def save(epoch: Epoch, state: TrainingState, tensors: Iterable[tuple[str, Tensor]]) -> StoredCheckpoint:
+def copied(
+    tensors: Iterable[tuple[str, Tensor]], memory: Tensor
+) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Copies in `memory`; and the first tensor that did not fit there any more, which ends the copying."""
+    copies, used = list[tuple[str, Tensor]](), 0
+    for name, tensor in tensors:
+        if used + tensor.nbytes > memory.nbytes:
+            return copies, [(name, tensor)]
+        copies.append((name, _copied_to(memory, used, tensor)))
+        used += _aligned(tensor.nbytes)
+    return copies, []
+
+
+def save(
+    epoch: Epoch, state: TrainingState, tensors: Iterable[tuple[str, Tensor]], *, stay: bool = False
+) -> StoredCheckpoint:
     """Commits one checkpoint. Raises CheckpointNotWritten (training can continue) or Fenced (it must end)."""
     with epoch.pending(state.step) as pending:
-        write_tensors(pending, tensors)
+        write_tensors(pending, tensors, stay=stay)
         return pending.commit(state)
 
 
-def write_tensors(pending: Pending, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES) -> None:
-    """Write tensors into numbered files. A tensor may be reused once the next one is asked for."""
-    group = _Group(pending, file_bytes)
+def write_tensors(
+    pending: Pending, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES, *, stay: bool = False
+) -> None:
+    """Write tensors into numbered files. A tensor may be reused once the next one is asked for, unless they `stay`."""
+    group = _Group(pending, file_bytes, stay)
     for name, tensor in tensors:
         assert tensor.dtype in _SAFETENSORS_DTYPE, f"{name} is {tensor.dtype}"
         assert name not in pending.tensors, f"{name} comes twice"
@@ -51,27 +69,25 @@ def write_tensors(pending: Pending, tensors: Iterable[tuple[str, Tensor]], file_
 
 
 class _Group:
-    """Tensors copied side by side until a file is full."""
+    """Tensors until a file is full, copied side by side unless they stay."""
 
-    def __init__(self, pending: Pending, file_bytes: int) -> None:
-        self._pending = pending
+    def __init__(self, pending: Pending, file_bytes: int, stay: bool) -> None:
+        self._pending, self._file_bytes, self._stay = pending, file_bytes, stay
         # Pages are touched, and so exist, only as far as the buffer fills.
-        self._buffer = torch.empty(file_bytes, dtype=torch.uint8)
+        self._buffer = torch.empty(0 if stay else file_bytes, dtype=torch.uint8)
         self._used = 0
         self._held: dict[str, Tensor] = {}
-        """Parts of the buffer."""
+        """Of the file to come."""
         self._num_files = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        if self._used + tensor.nbytes > self._buffer.nbytes:
+        if self._used + tensor.nbytes > self._file_bytes:
             self.write()
-        if tensor.nbytes > self._buffer.nbytes:
+        if tensor.nbytes > self._file_bytes:
             self._write_file({name: tensor})
             return
-        place = self._buffer[self._used : self._used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor.detach())
+        self._held[name] = tensor if self._stay else _copied_to(self._buffer, self._used, tensor)
         self._used += _aligned(tensor.nbytes)
-        self._held[name] = place
 
     def write(self) -> None:
         if self._held:
@@ -88,6 +104,13 @@ class _Group:
         for name, tensor in in_order.items():
             self._pending.tensors[name] = TensorEntry(path.name, tuple(tensor.shape))
         self._num_files += 1
+
+
+def _copied_to(memory: Tensor, offset: int, tensor: Tensor) -> Tensor:
+    place = memory[offset : offset + tensor.nbytes]
+    if tensor.nbytes:  # by one thread: torch's wait for one another after each tensor, which a busy machine makes long
+        place.numpy()[:] = bytes_of(tensor)
+    return place.view(tensor.dtype).view(tensor.shape)
 
 
 def _aligned(nbytes: int) -> int:

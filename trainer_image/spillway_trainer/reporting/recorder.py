@@ -97,10 +97,12 @@ class Recorder:
             sink.evaluation(loss)
         self._write("evaluation", {"step": step, "loss": loss, "tokens": tokens, "seconds": seconds})
 
-    def checkpoint(self, step: int, nbytes: int, seconds: float) -> None:
+    def checkpoint(self, step: int, nbytes: int, seconds: float, stalled_seconds: float) -> None:
+        """It is committed; one that was written behind training by now, some steps later."""
         for sink in self._sinks:
             sink.checkpoint(step)
-        self._write("checkpoint", {"step": step, "bytes": nbytes, "seconds": seconds})
+        seen = {"seconds": seconds, "stalled_seconds": stalled_seconds}
+        self._write("checkpoint", {"step": step, "bytes": nbytes, **seen})
 
     def checkpoint_missed(self, step: int, problem: str) -> None:
         """The disk rejected a checkpoint; training continues, with the earlier ones."""

@@ -18,8 +18,9 @@ from spillway.placement.cluster_view import ClusterView, NodeView
 from spillway.placement.place import Placement, Unplaceable, place
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning import pod_resources as pods
+from spillway.planning.corrections import Corrections
 from spillway.planning.hardware import NodeSpec, local_node, resolve_node
-from spillway.planning.planner import make_plan, shared_memory
+from spillway.planning.planner import Overrides, make_plan, shared_memory
 from spillway.planning.pod_resources import PodResources, pod_resources
 from spillway.units import GIB, MIB
 
@@ -182,6 +183,76 @@ def test_the_grace_period_has_room_for_a_slow_step_and_a_checkpoint() -> None:
     assert pods.grace_seconds(spec, decided) > pods.GRACE_SECONDS
 
 
+def test_the_grace_period_has_room_for_a_checkpoint_that_is_on_its_way() -> None:
+    spec = job(HEAVY).spec
+    decided = plan(HEAVY).model_copy(update={"snapshot_bytes": 0})
+    behind = decided.model_copy(update={"snapshot_bytes": int(50 * pods.CHECKPOINT_BYTES_PER_SECOND)})
+    assert pods.grace_seconds(spec, behind) - pods.grace_seconds(spec, decided) == pytest.approx(50, abs=1)
+
+
+EVERY_FIVE = HEAVY | {"spec.checkpoint.everySteps": 5, "spec.training.steps": 10}
+ONLY_THE_LAST = EVERY_FIVE | {"spec.checkpoint.everySteps": 10}
+
+
+def snapshot_of(host_bytes: int, changes: dict[str, Any] | None = None, ranks: int = 1) -> MemoryPlan:
+    asked, node = job(EVERY_FIVE | (changes or {})), local_node(4, 16 * GIB, 16 * GIB, 64 * GIB)
+    made = make_plan(asked, node, Overrides(device_bytes=8 * GIB, host_bytes=host_bytes, world_size=ranks))
+    assert isinstance(made, MemoryPlan), made
+    return made
+
+
+def test_a_copy_of_the_states_is_the_last_use_of_the_host_budget() -> None:
+    with_room = snapshot_of(4 * GIB)
+    needed = with_room.snapshot_bytes
+    assert 0 <= needed - with_room.checkpoint_bytes - pods.SNAPSHOT_SLACK_BYTES < 4096
+    assert snapshot_of(needed).snapshot_bytes == needed
+    short = snapshot_of(needed - 4096)
+    assert short.snapshot_bytes == 0
+    assert (
+        short.reasons[-1] == "checkpoints: training stops while one is written: host memory lacks 4.00 KiB for a copy"
+    )
+    beside = {"spec.memory.advanced.optimizer.placement": "Host"}
+    host = snapshot_of(4 * GIB, beside)
+    assert host.snapshot_bytes == needed and host.bytes[Tier.HOST].total > 0
+    full = host.slab_bytes(Tier.HOST) + needed
+    assert (snapshot_of(full, beside).snapshot_bytes, snapshot_of(full - 4096, beside).snapshot_bytes) == (needed, 0)
+
+
+def test_the_copy_changes_nothing_else_of_a_plan_and_the_pod_has_room_for_it() -> None:
+    behind, last = snapshot_of(4 * GIB), snapshot_of(4 * GIB, ONLY_THE_LAST)
+    assert last.snapshot_bytes == 0
+    more = behind.machine_bytes - last.machine_bytes
+    assert more == pytest.approx(behind.snapshot_bytes * (1 + pods.PLANNED_MARGIN), abs=MIB)
+    same = behind.model_copy(update={"snapshot_bytes": 0, "machine_bytes": last.machine_bytes})
+    assert same == last
+
+
+def test_several_ranks_say_that_training_stops_for_checkpoints() -> None:
+    ranks = snapshot_of(8 * GIB, {"spec.training.globalBatchSize": 64}, ranks=2)
+    assert ranks.snapshot_bytes == 0
+    assert ranks.reasons[-1] == "checkpoints: training stops while one is written: 2 ranks"
+
+
+def test_after_an_attempt_ran_out_of_memory_there_is_no_copy() -> None:
+    node = local_node(4, 8 * GIB, 8 * GIB, 64 * GIB)
+    made = make_plan(job(EVERY_FIVE), node, Overrides(corrections=Corrections(after_failure=True)))
+    assert isinstance(made, MemoryPlan) and made.snapshot_bytes == 0
+
+
+@pytest.mark.parametrize(("num_pods", "has_copy"), [(1.9, True), (2.0, False)])
+def test_a_copy_for_which_fewer_pods_fit_a_node_is_left_out(num_pods: float, has_copy: bool) -> None:
+    def placed(changes: dict[str, Any], memory_bytes: int) -> Placement:
+        node = NodeView("node", {}, (), 8.0, memory_bytes, 100 * GIB, {})
+        found = place(job(changes), ClusterView((node,), None, "", "Prometheus"))
+        assert isinstance(found, Placement), found
+        return found
+
+    without = placed(ONLY_THE_LAST, 64 * GIB).pod.memory_bytes
+    found = placed(EVERY_FIVE, int(num_pods * without))
+    assert (found.plan.snapshot_bytes > 0, found.pod.memory_bytes > without) == (has_copy, has_copy)
+    assert found.plan.reasons[-1].endswith("with memory for a copy fewer pods fit a node") is not has_copy
+
+
 @settings(deadline=None)
 @given(limit=st.integers(8 * GIB, 64 * GIB), ranks=st.sampled_from([1, 2, 4]))
 def test_a_plan_for_what_a_limit_leaves_makes_a_pod_within_the_limit(limit: int, ranks: int) -> None:
@@ -195,7 +266,7 @@ def test_a_plan_for_what_a_limit_leaves_makes_a_pod_within_the_limit(limit: int,
     assert isinstance(decided, MemoryPlan)
     # The fullest plan that the budgets allow.
     full = {tier: replace_total(decided, tier) for tier in (Tier.DEVICE, Tier.HOST)}
-    fullest = decided.model_copy(update={"bytes": {**decided.bytes, **full}})
+    fullest = decided.model_copy(update={"bytes": {**decided.bytes, **full}, "snapshot_bytes": 0})
     assert pod_resources(asked.spec, fullest, ranks).memory_bytes <= limit
 
 

@@ -60,7 +60,7 @@ def play(output: Path, epoch: int, first: int, last: int, *, ends: bool = True) 
         recorder.step(replace(STEP, step=number, loss=math.sin(number), gradient_norm=0.1 * number))
         if number % 4 == 0:
             recorder.evaluation(number, math.cos(number), 10, 0.1)
-            recorder.checkpoint(number, 10, 0.1)
+            recorder.checkpoint(number, 10, 0.1, 0.1)
     if ends:
         recorder.end(last, "Completed", 0, f"trained to step {last}")
 

@@ -103,7 +103,7 @@ def test_a_members_own_recorder_fills_its_row(tmp_path: Path) -> None:
     own.show(sweep.sink("b"))
     own.step(step(7, loss=3.5))
     own.evaluation(7, 3.25, 100, 0.1)
-    own.checkpoint(7, 10, 0.1)
+    own.checkpoint(7, 10, 0.1, 0.1)
     assert told.rows == (
         MemberProgress(name="a", num_steps=10),
         MemberProgress(name="b", step=7, num_steps=20, loss=3.5, objective=3.25),
