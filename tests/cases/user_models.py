@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cases.model_spill_cases import RandomBatches
-from spillway_trainer.models.chain import Chain, token_loss
+from spillway_trainer.models.chain import Chain
+from spillway_trainer.models.loss import token_loss
 
 HIDDEN, INNER, VOCABULARY, NUM_BLOCKS = 16, 24, 61, 4
 
@@ -108,7 +109,7 @@ class Head(nn.Module):
         self.output = nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
-        return token_loss(self.output(F.layer_norm(x_BTD, (HIDDEN,))).float(), labels_BT, num_tokens)
+        return token_loss(self.output(F.layer_norm(x_BTD, (HIDDEN,))), labels_BT, num_tokens)
 
 
 class UsersChain(Chain):

@@ -336,8 +336,10 @@ def device_peaks(
     if work.on_cuda:
         # Where the head's logits lay in the compute type no block of float32 fits.
         logits = workspace * shape.compute_bytes // (2 * FLOAT32_BYTES) * (shape.compute_bytes < FLOAT32_BYTES)
-        # The first of backward: no gradient is there yet (Assembly.start_backward), and they are counted beside.
-        workspace = max(0, workspace - transient_gradient_bytes(work))
+        # The first of backward: no gradient is there yet (Assembly.start_backward), and they are counted beside. With
+        # them comes the gradient of the projection's input.
+        hidden = work.tokens * shape.compute_bytes * shape.hidden_size
+        workspace = max(hidden, workspace - transient_gradient_bytes(work))
     backward.append((head, previous, workspace))
     # Copies have the forward of the next block to leave in. Where they are later than that, or on their way out beside
     # what comes back, whoever would go beyond the plan waits for them (DeviceLedger).

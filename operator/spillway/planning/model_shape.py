@@ -35,6 +35,13 @@ RELATIVE_POSITIONS = 32
 """Buckets of t5's relative position bias."""
 TOKEN_TYPES = 2
 """Token types of bert."""
+LOSS_CHUNK_BYTES = 8 << 20
+"""Of float32 logits, at which the head looks at a time. Smaller: more operations; larger: more than a cache holds."""
+
+
+def loss_chunk_rows(vocab_size: int) -> int:
+    """Tokens in a chunk of the loss. A multiple of 4: on a GPU, a row has the same alignment in any chunk."""
+    return max(4, LOSS_CHUNK_BYTES // (FLOAT32_BYTES * vocab_size) // 4 * 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,9 +370,11 @@ class _Sizes:
         """Masks, each as wide as the residual stream."""
         return (self.d * (self.b if self.cpu else 1),) * count if self.dropout else ()
 
-    def cross_entropy(self) -> tuple[int, ...]:
-        """Log-probabilities in float32, and the labels."""
-        return (FLOAT32_BYTES * self.V, INDEX_BYTES)
+    @property
+    def loss_chunk(self) -> int:
+        """Bytes of a chunk's float32 logits, as a share of each token; 0 if the loss looks at all logits at once."""
+        rows = loss_chunk_rows(self.V)
+        return ceil(FLOAT32_BYTES * self.V * rows / self.block_tokens) if rows < self.block_tokens else 0
 
     @property
     def norm_workspace(self) -> int:
@@ -469,19 +478,26 @@ def _embedding(
 
 
 def _head(s: _Sizes, linears: Mapping[str, _Linear], vectors: Sequence[int], saved: Sequence[int]) -> Segment:
-    """Final norm, output projection, loss. In addition to the saved log-probabilities, forward holds the logits in
-    float32 and backward the gradients of both: 8 V bytes per token, the largest temporaries of most models."""
+    """Final norm, output projection, loss. In chunks of float32, up to three at once, the loss saves only the logits,
+    which its gradient replaces. Few logits are one chunk: it saves their log-probabilities in float32; in addition
+    forward holds the logits in float32, and backward the gradients of both."""
     own = {} if s.tied else {"lm_head": _Linear(s.d, s.V)}
+    logits = loss = FLOAT32_BYTES * s.V
+    forward, backward = max(loss, s.norm_workspace), max(2 * loss, 12 * s.d)
+    if s.loss_chunk:  # the norm's temporaries are there before and after the logits
+        logits, loss = s.b * s.V, (1 + (s.b < FLOAT32_BYTES)) * s.loss_chunk
+        forward = max(loss, s.norm_workspace - logits)
+        backward = max(3 * s.loss_chunk, s.b * s.d, 12 * s.d - logits)
     return s.segment(
         "head",
         {**linears, **own},
         vectors,
         alias=(s.V, s.d) if s.tied else (0, 0),
-        saved_bytes=(*saved, *s.cross_entropy()),
+        saved_bytes=(*saved, logits, INDEX_BYTES),
         made_bytes=(),
-        forward_workspace_bytes=max(FLOAT32_BYTES * s.V, s.norm_workspace),
-        backward_workspace_bytes=max(2 * FLOAT32_BYTES * s.V, 12 * s.d),
-        lean_forward_bytes=2 * FLOAT32_BYTES * s.V,
+        forward_workspace_bytes=forward,
+        backward_workspace_bytes=backward,
+        lean_forward_bytes=logits + loss,
     )
 
 

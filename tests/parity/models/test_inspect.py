@@ -200,7 +200,7 @@ def test_a_large_model_is_inspected_without_its_memory() -> None:
     sizes = {"hiddenSize": 8192, "numLayers": 4, "numHeads": 64, "intermediateSize": 28672, "vocabSize": 128256}
     shape = shape_of_chain(build_model(spec_of("llama", "bfloat16", config=sizes, lora={"rank": 8})), 1, 4096)
     assert shape.num_parameters > 5e9
-    assert shape.head.saved_bytes_per_token > 4 * 128256
+    assert 2 * 128256 < shape.head.saved_bytes_per_token < 4 * 128256  # logits in bfloat16
 
 
 # --- as a command -----------------------------------------------------------------------------------------------------

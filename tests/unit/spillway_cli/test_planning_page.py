@@ -22,7 +22,7 @@ JOB = {
         "intermediateSize": 14336, "vocabSize": 128256,
     },
     "spec.training.sequenceLength": 4096, "spec.training.globalBatchSize": 8, "spec.training.microBatchSize": 1,
-    "spec.memory.budget": {"device": "17920Mi"}, "spec.memory.advanced.optimizer.overlap": "None",
+    "spec.memory.budget": {"device": "13824Mi"}, "spec.memory.advanced.optimizer.overlap": "None",
 }  # fmt: skip
 
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..corpus.objective import IGNORED_LABEL, TrainingObjective
+from ..corpus.objective import TrainingObjective
 
 CPU = torch.device("cpu")
 
@@ -112,15 +111,6 @@ def whole_shape(parameter: nn.Parameter) -> torch.Size:
 def as_carried(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What a segment returned, as the next one gets it."""
     return output if isinstance(output, tuple) else (output,)
-
-
-def token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
-    """Sum of the cross entropy over unmasked labels, divided by `num_tokens`. Returns a float32 scalar.
-
-    `logits_BTV` in float32: cast here, those in the compute type would stay alive beside them.
-    """
-    total = F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    return total / num_tokens
 
 
 def allocate(model: nn.Module, device: torch.device = CPU, *, frozen_alone: bool = False) -> None:

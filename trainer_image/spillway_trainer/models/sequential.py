@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from spillway.errors import UserError
 
-from .chain import Chain, token_loss
+from .chain import Chain
+from .loss import token_loss
 
 MIN_SEGMENTS = 3
 """An embedding, a block, a head: the units of a plan."""
@@ -60,7 +61,7 @@ class SequentialHead(Layers):
                 f"spec.model: the last layer of the nn.Sequential returned {described(logits)}; needed are logits for "
                 f"every token, [{B}, {T}, {self._vocab_size}]: as many as its nn.Embedding has tokens"
             )
-        return token_loss(logits.float(), labels_BT, num_tokens)
+        return token_loss(logits, labels_BT, num_tokens)
 
 
 class SequentialChain(Chain):

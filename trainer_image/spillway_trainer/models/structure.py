@@ -27,8 +27,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from spillway.errors import UserError
 
 from ..corpus.objective import TrainingObjective
-from .chain import allocate, token_loss, whole_shape
+from .chain import allocate, whole_shape
 from .huggingface import HuggingFaceChain, numbered
+from .loss import token_loss
 from .source import PREFIX
 
 MASKED: dict[str, str] = dict(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
@@ -178,7 +179,7 @@ class After(nn.Module):
             return model(inputs_embeds=x_BTD, use_cache=False).logits  # type: ignore[no-any-return]
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
-        return token_loss(self.logits(x_BTD).float(), labels_BT, num_tokens)
+        return token_loss(self.logits(x_BTD), labels_BT, num_tokens)
 
 
 class StructuralChain(HuggingFaceChain):
@@ -360,7 +361,7 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
     structure = _observed(whole, tokens)
     logits = whole(input_ids=tokens, use_cache=False).logits
     _check_order(whole, tokens, logits)
-    token_loss(logits.float(), labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
+    token_loss(logits, labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
 
     chain = StructuralChain(structure, empty, torch.float32).eval()
     allocate(chain)
@@ -371,7 +372,7 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
         x = segment(x, *chain.arguments(name, tokens, labels, labels.numel()))
     head: Any = chain.segments[-1][1]
     found = head.logits(x)
-    token_loss(found.float(), labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
+    token_loss(found, labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
     if not torch.equal(found, logits):
         raise _no_chain(
             type(model).__name__, "on a small copy, its layers one by one give other logits than its forward"

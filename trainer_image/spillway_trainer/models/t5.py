@@ -20,8 +20,8 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 from spillway.errors import UserError
 
 from ..corpus.objective import TrainingObjective, prefix_length
-from .chain import token_loss
 from .huggingface import HuggingFaceChain, numbered
+from .loss import token_loss
 
 
 class EncoderEmbedding(nn.Module):
@@ -100,7 +100,7 @@ class T5Head(nn.Module):
         y_BSD = self.dropout(self.norm(y_BSD))
         if self.scale is not None:
             y_BSD = y_BSD * self.scale
-        return token_loss(self.projection(y_BSD).float(), labels_BS, num_tokens)
+        return token_loss(self.projection(y_BSD), labels_BS, num_tokens)
 
 
 class T5(HuggingFaceChain):

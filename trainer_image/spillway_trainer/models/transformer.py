@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .chain import Chain, token_loss
+from .chain import Chain
+from .loss import token_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class Head(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
-        return token_loss(self.lm_head(self.norm(x_BTD)).float(), labels_BT, num_tokens)
+        return token_loss(self.lm_head(self.norm(x_BTD)), labels_BT, num_tokens)
 
 
 class Transformer(Chain):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spillway.api.model import Lora, ModelConfig
-from spillway.planning.model_shape import ModelShape, model_shape
+from spillway.planning.model_shape import LOSS_CHUNK_BYTES, MicroBatch, ModelShape, model_shape
 
 LLAMA = {"architecture": "llama"}
 GPT2 = {"architecture": "gpt2", "vocabSize": 50257}
@@ -82,12 +82,22 @@ def test_a_llama_8b_block_saves_what_was_measured_on_cuda() -> None:
     assert block.saved_bytes_per_token / (2 * 4096) == pytest.approx(20.5, abs=0.05)
 
 
-def test_logits_are_counted_in_float32() -> None:
-    """8,000 tokens of a vocabulary of 128,256: 4.1 GB of log-probabilities saved, twice that of temporaries."""
-    fields, _ = PUBLISHED["llama-3-8b"]
-    head = shape(**fields).head
-    assert 8000 * head.saved_bytes_per_token > 4.1e9
-    assert 8000 * head.backward_workspace_bytes == pytest.approx(8.2e9, rel=0.01)
+@pytest.mark.parametrize(("compute", "logits"), [("bfloat16", 2.05e9), ("float32", 4.1e9)])
+def test_many_logits_are_counted_in_the_compute_type_and_three_chunks_of_them_in_float32(
+    compute: str, logits: float
+) -> None:
+    """8,000 tokens of a vocabulary of 128,256."""
+    sizes = config(**LLAMA, hiddenSize=256, numLayers=1, numHeads=4, intermediateSize=688, vocabSize=128256)
+    head = model_shape(sizes, compute, batch=MicroBatch(1, 8000)).head
+    assert 8000 * head.saved_bytes_per_token == pytest.approx(logits, rel=0.02)
+    assert 8000 * head.backward_workspace_bytes == pytest.approx(3 * LOSS_CHUNK_BYTES, rel=0.03)
+
+
+def test_logits_of_one_chunk_are_counted_in_float32() -> None:
+    sizes = config(**LLAMA, hiddenSize=256, numLayers=1, numHeads=4, intermediateSize=688, vocabSize=4096)
+    few, many = (model_shape(sizes, "bfloat16", batch=MicroBatch(1, length)).head for length in (512, 513))
+    assert few.backward_workspace_bytes == 2 * 4 * 4096
+    assert few.saved_bytes_per_token - many.saved_bytes_per_token == 2 * 4096
 
 
 def test_forward_flops_are_two_per_parameter_and_attention() -> None:

