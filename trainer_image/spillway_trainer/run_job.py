@@ -305,7 +305,9 @@ class RunCheckpoints:
     """Whether the frozen parameters of a shared base have their values."""
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     """For the copy from which a checkpoint is written behind training; several ranks and members have none."""
-    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
+    _writer: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "checkpoint", native.compute_alone)
+    )
     _writing: Future[Written] | None = None
 
     def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:

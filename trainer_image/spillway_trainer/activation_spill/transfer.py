@@ -11,7 +11,8 @@ whole storages: a saved view comes back at its offset, so kernels see the alignm
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -301,8 +302,8 @@ def copy_to_nvme(
 def write_to_nvme(
     lanes: Lanes, ledger: DeviceLedger, nvme: NvmeSlab, segment: str, records: Sequence[Record], bounces: Bounces
 ) -> NvmeCopy:
-    """As `copy_to_nvme` where device memory is host memory: the sources stay until they are written, piece by piece
-    through one of `bounces` (sources are not aligned as the file needs it), and nothing is staged.
+    """As `copy_to_nvme` where device memory is host memory: the sources stay until they are written, and nothing is
+    staged. Those of the tensor pool are whole pages and go to the file as they are, others through one of `bounces`.
 
     Raises SpillVolumeFull.
     """
@@ -333,14 +334,16 @@ class Bounces:
     def __init__(self) -> None:
         self._free: list[HostSlab] = []
 
-    def take(self) -> HostSlab:
+    @contextmanager
+    def lent(self) -> Iterator[Tensor]:
         try:
-            return self._free.pop()
+            slab = self._free.pop()
         except IndexError:
-            return HostSlab(PIECE_BYTES)
-
-    def give(self, bounce: HostSlab) -> None:
-        self._free.append(bounce)
+            slab = HostSlab(PIECE_BYTES)
+        try:
+            yield slab.memory
+        finally:
+            self._free.append(slab)
 
     def give_pages_back(self) -> None:
         """Pages of unused buffers are freed until they are written again."""
@@ -355,19 +358,21 @@ def pieces(memory: Tensor) -> list[tuple[int, Tensor]]:
     return [(start, memory[start : start + PIECE_BYTES]) for start in range(0, memory.numel(), PIECE_BYTES)]
 
 
-def in_bounces(
-    memory: Sequence[Tensor], offsets: Sequence[int], names: Sequence[str], bounce: Tensor
-) -> Iterator[list[tuple[int, Tensor, Tensor, str]]]:
-    """As many pieces at a time as `bounce` has room for: offset, part of it in whole blocks, piece, name."""
-    group, used = list[tuple[int, Tensor, Tensor, str]](), 0
-    for source, offset, name in zip(memory, offsets, names, strict=True):
-        for at, piece in pieces(source):
-            part = padded(bounce, used, piece.numel())
-            if used + piece.numel() > bounce.numel():
-                yield group
-                group, part, used = [], padded(bounce, 0, piece.numel()), 0
-            group.append((offset + at, part, piece, name))
-            used += part.numel()
+Part = tuple[int, Tensor, str]
+"""Offset in the extent, bytes, label."""
+
+
+def in_bounces(parts: Iterable[Part], bounce: Tensor) -> Iterator[list[tuple[Part, Tensor]]]:
+    """As many parts at a time as `bounce` has room for, each with its place there, in whole blocks."""
+    group, used = list[tuple[Part, Tensor]](), 0
+    for part in parts:
+        nbytes = part[1].numel()
+        if used + nbytes > bounce.numel():
+            yield group
+            group, used = [], 0
+        place = padded(bounce, used, nbytes)
+        group.append((part, place))
+        used += place.numel()
     if group:
         yield group
 
@@ -384,18 +389,27 @@ def _write_pieces(
     memory = sources.bytes()  # first: they are gone from there once they are taken
     if sources.is_taken:
         return  # needed before it was written
-    lent = bounces.take()
+    straight, others = list[Part](), list[Part]()
+    for source, offset, name in zip(memory, offsets, names, strict=True):
+        for at, piece in pieces(source):
+            is_whole = (piece.data_ptr() | piece.numel()) % ALIGNMENT_BYTES == 0
+            (straight if is_whole else others).append((offset + at, piece, name))
+
+    def write(parts: Sequence[Part]) -> None:
+        stored = nvme.write_batch([(extent.at(at), part, name) for at, part, name in parts], copies=False)
+        stored_at.update(zip((at for at, *_ in parts), stored, strict=True))
+
     try:
-        for group in in_bounces(memory, offsets, names, lent.memory):
-            kernels.copy_batch([(part[: piece.numel()], piece) for _, part, piece, _ in group])
-            writes = [(extent.at(at), part, name) for at, part, _, name in group]
-            stored_at.update(zip((at for at, *_ in group), nvme.write_batch(writes, copies=False), strict=True))
+        if straight:
+            write(straight)
+        with bounces.lent() as bounce:
+            for group in in_bounces(others, bounce):
+                kernels.copy_batch([(place[: part.numel()], part) for (_, part, _), place in group])
+                write([(at, place, name) for (at, _, name), place in group])
     except (SpillIOError, SpillVolumeFull):
         if not nvme.survives:
             raise
         sources.retain()
-    finally:
-        bounces.give(lent)
 
 
 def lay_out(records: Sequence[Record], alignment_bytes: int) -> tuple[list[int], int]:

@@ -186,6 +186,19 @@ def attach_tensor_pool() -> bool:
     return error == 0
 
 
+def compute_alone() -> None:
+    """From now on this thread runs torch's operations without others: for threads that work beside the compute thread.
+
+    libgomp gives each thread that ran a parallel region a team of its own, and with more team threads than cores it no
+    longer spins at the end of a region: every small operation of the compute thread would wait for a wake-up (a step of
+    the demo with its states in host memory took 1.4 times as long). Without libgomp, a no-op.
+    """
+    torch.get_num_threads()  # at its first use in a thread, torch would set it to what all have
+    set_num_threads = getattr(CDLL(None), "omp_set_num_threads", None)
+    if set_num_threads is not None:
+        set_num_threads(1)
+
+
 def pooled_bytes() -> float:
     """From this size on torch's tensors come from the pool, in whole pages; infinite where there is none."""
     return POOLED_BYTES if attach_tensor_pool() else math.inf

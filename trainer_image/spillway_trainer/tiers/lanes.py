@@ -120,7 +120,7 @@ class Submission(NamedTuple):
 
     lane: Lane
     work: Callable[[], None]
-    """It must not call the lanes, and must not use torch's thread pool outside the compute lane."""
+    """It must not call the lanes. On a CPU torch runs there without other threads (native.compute_alone)."""
     reads: Sequence[Region] = ()
     writes: Sequence[Region] = ()
     after: Sequence[Event] = ()
@@ -454,6 +454,7 @@ class CpuLanes(Lanes):
             return self._queues[lane]
 
     def _work(self, queue: LaneQueue) -> None:
+        native.compute_alone()
         while (operation := queue.take()) is not None:
             self._run(operation)
             del operation  # else the idle worker holds the last event, and with it whatever its error refers to
