@@ -1,6 +1,7 @@
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -227,3 +228,19 @@ def test_a_release_may_come_between_any_two_steps_of_waiting_for_one() -> None:
         assert releases.wait_for_one()
     finally:
         sys.settrace(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_work_of_a_lane_has_no_team_of_threads() -> None:
+    """libgomp gives each thread a team of its own, and with more threads than cores regions of compute become slow."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    lanes = CpuLanes(HostSlab(0), DeviceLedger(None))
+    try:
+        lanes.submit(Lane.CPU, lambda: None).wait()
+        before = len(list(Path("/proc/self/task").iterdir()))
+        lanes.submit(Lane.CPU, lambda: torch.ones(1 << 22).add_(1)).wait()
+        assert len(list(Path("/proc/self/task").iterdir())) == before
+    finally:
+        lanes.close()
+        torch.set_num_threads(num_threads)
