@@ -44,6 +44,21 @@ def test_native_arithmetic_leaves_the_bits_of_the_reference() -> None:
         assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) == []
 
 
+def test_first_float32_gradient_is_the_accumulator_and_goes_with_the_step() -> None:
+    optimizer = ResidentOptimizer([("w", Parameter(torch.ones(9, 7)))], {}, SETTINGS, DeviceLedger(None))
+    first, more = torch.full((9, 7), 2.0), torch.full((9, 7), 0.5)
+    optimizer.take("w", first)
+    optimizer.take("w", more)
+    (found,) = optimizer.gradients()
+    assert found.data_ptr() == first.data_ptr()
+    assert torch.equal(found, torch.full((63,), 2.5))
+    optimizer.step(1e-2, 1.0)
+    assert not list(optimizer.gradients())
+    storage = found.untyped_storage()
+    del first, found
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
+
+
 def test_stays_within_1e_5_of_torch_adamw_with_fp32_masters() -> None:
     """100 steps on one matrix and one vector with decay on the matrix only, as torch's parameter groups have it."""
     generator = torch.Generator().manual_seed(0)

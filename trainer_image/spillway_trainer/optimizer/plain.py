@@ -201,7 +201,11 @@ class OptimizerStates:
 
 
 class ResidentOptimizer:
-    """Masters, moments and float32 accumulators on the device, charged to its ledger."""
+    """Masters, moments and float32 accumulators on the device, charged to its ledger.
+
+    On a CPU the first float32 gradient of a step is its accumulator: nothing is copied, and until backward there is
+    none.
+    """
 
     def __init__(
         self,
@@ -225,9 +229,13 @@ class ResidentOptimizer:
         self._accumulator_bytes = FLOAT32_BYTES * sum(sizes.values())
         ledger.charge("gradients", self._accumulator_bytes)
         device = next((p.device for p in self._trainable.parameters.values()), None)
-        self._accumulators = {
-            name: torch.empty(size, dtype=torch.float32, device=device) for name, size in sizes.items()
-        }
+        # Sharded models send pieces of their buffers.
+        adopts = gradient_dtype is None and device is not None and device.type == "cpu"
+        dtypes = {name: self._trainable.parameters[self._trainable.owner(name)].dtype for name in uses}
+        self._adopted = {name for name in uses if adopts and dtypes[name] == torch.float32}
+        """Uses whose first gradient becomes the accumulator."""
+        own = [name for name in uses if name not in self._adopted]
+        self._accumulators = {name: torch.empty(sizes[name], dtype=torch.float32, device=device) for name in own}
         self._arrived: set[str] = set()
 
     def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
@@ -239,16 +247,15 @@ class ResidentOptimizer:
     def take(self, name: str, gradient: Tensor) -> None:
         parameter = self._trainable.parameters[self._trainable.owner(name)]
         flat_gradient = check_gradient(name, parameter, gradient, self._gradient_dtype)
-        kernels.accumulate(self._accumulators[name], flat_gradient, name not in self._arrived)
-        self._arrived.add(name)
+        self._add(name, flat_gradient)
 
     def arrived(self) -> Collection[str]:
         return frozenset(self._arrived)
 
     def gradients(self) -> Iterator[Tensor]:
-        for name, accumulator in self._accumulators.items():
+        for name in (*self._trainable.parameters, *self._trainable.tied):
             if name in self._arrived:
-                yield accumulator
+                yield self._accumulators[name]
 
     def norm(self) -> float:
         return self.square_sum().norm()
@@ -269,9 +276,11 @@ class ResidentOptimizer:
             out = None if parameter.dtype == torch.float32 else flat(parameter)
             self._update(scalars, states.master, states.moments, self._accumulators[name], out)
             increment_version(parameter)  # a backward of before this step must not go on unnoticed
-        self._arrived.clear()
+        self.skip()
 
     def skip(self) -> None:
+        for name in self._adopted:
+            self._accumulators.pop(name, None)
         self._arrived.clear()
 
     def flush(self) -> None:
@@ -305,9 +314,16 @@ class ResidentOptimizer:
         """accumulator[owner] += accumulator[alias], in declared order; an alias counts once."""
         for alias, owner in self._trainable.tied.items():
             if alias in self._arrived:
-                kernels.accumulate(self._accumulators[owner], self._accumulators[alias], owner not in self._arrived)
-                self._arrived.add(owner)
+                self._add(owner, self._accumulators[alias])
                 self._arrived.remove(alias)
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        first = name not in self._arrived
+        if first and name in self._adopted:
+            self._accumulators[name] = gradient
+        else:
+            kernels.accumulate(self._accumulators[name], gradient, first)
+        self._arrived.add(name)
 
 
 def as_loaded(value: Tensor, kind: str, settings: Hyperparameters) -> Tensor:
