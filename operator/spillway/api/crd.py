@@ -632,7 +632,9 @@ def _add_earlier(spec: Schema) -> None:
     for old, new in MOVED.items():
         owner, _, name = old.rpartition(".")
         _properties(spec, owner)[name] = _bare(_node(spec, new)) | _rejected(problem_of_earlier(old) or "")
-    _properties(spec, "data")["huggingFace"] = {"type": "object"} | _rejected(HUGGING_FACE_INSTEAD)
+    _properties(spec, "data")["huggingFace"] = {
+        "type": "object", "x-kubernetes-preserve-unknown-fields": True,
+    } | _rejected(HUGGING_FACE_INSTEAD)  # fmt: skip
     overrides = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 1024}, "maxProperties": 64}
     _properties(spec, "members")["overrides"] = overrides | _rejected(OVERRIDES)
 

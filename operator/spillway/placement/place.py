@@ -572,13 +572,22 @@ def _for_its_pod(
 ) -> tuple[MemoryPlan, PodResources, PodEvidence | None]:
     """The plan and its pod: computed, plus what pods of the model took beyond that; or, if pods with this very plan
     were observed, what they took."""
+
+    def observed(one: MemoryPlan) -> PodEvidence | None:
+        return group.pods.of(memory_fingerprint(spec, one), spec, one) if group.pods.known else None
+
     plan, ranks = _within_its_pod(plan), spec.parallelism.devices_per_node
-    counted = pod_resources(spec, plan, ranks)
+    counted, seen = pod_resources(spec, plan, ranks), observed(plan)
     if plan.snapshot_bytes:
-        without = stopping_for_checkpoints(plan, "with memory for a copy fewer pods fit a node")
-        smaller = pod_resources(spec, without, ranks)
-        plan, counted = (without, smaller) if _takes_a_place(group, counted, smaller) else (plan, counted)
-    seen = group.pods.of(memory_fingerprint(spec, plan), spec, plan) if group.pods.known else None
+        without = plan.model_copy(update={"snapshot_bytes": 0})
+        smaller, evidence_without = pod_resources(spec, without, ranks), observed(without)
+        why = ""
+        if _takes_a_place(group, counted, smaller):
+            why = "with memory for a copy fewer pods fit a node"
+        elif seen is None and evidence_without is not None:
+            why = "the pods that were observed had no memory for a copy"
+        if why:
+            plan, counted, seen = stopping_for_checkpoints(plan, why), smaller, evidence_without
     if seen is None:
         more = group.corrections.unplanned_bytes(counted.memory_bytes)
         plan = plan.model_copy(update={"unplanned_bytes": more})

@@ -101,6 +101,21 @@ def test_after_one_run_the_next_pod_requests_what_it_took_and_a_margin(share: fl
     assert (found.observed.runs, found.observed.pod_memory) == (1, int(peak))
 
 
+def test_a_plan_seen_without_memory_for_a_copy_of_its_states_is_taken_again() -> None:
+    """After an out-of-memory failure attempts have none: what their pods took is known of them alone."""
+    often = {"spec.checkpoint.everySteps": 5, "spec.training.steps": 10}
+    with_copy = placed(often)
+    assert with_copy.plan.snapshot_bytes > 0
+    spec, plan = job(often).spec, with_copy.plan.model_copy(update={"snapshot_bytes": 0})
+    peak = PodPeak(COUNTED // 2, COUNTED, 4 * COUNTED, is_whole=True, workload=workload(spec, plan, IMAGE))
+    profile = profile_update(None, spec, plan, {"device": MIB}, "run-1", NOW, peak)
+    assert profile is not None
+    found = second(profile, changes=often)
+    assert found.plan.snapshot_bytes == 0
+    assert found.observed is not None and found.observed.runs == 1
+    assert any("the pods that were observed had no memory for a copy" in reason for reason in found.plan.reasons)
+
+
 def test_without_evidence_the_request_is_what_is_counted() -> None:
     assert placed(observed_pods={"another": PodEvidence(OWN, MIB, MIB, COUNTED, 9)}) == PLAIN
     assert PLAIN.pod == pod_resources(SPEC, PLAIN.plan, 1)
