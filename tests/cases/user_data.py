@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -120,3 +121,32 @@ def no_label() -> list[object]:
 
 
 NOT_CALLABLE = 3
+
+
+def leaves() -> list[str]:
+    os._exit(0)
+
+
+def leaves_as_an_error() -> list[str]:
+    os._exit(64)
+
+
+def speaks_of_a_timeout() -> list[str]:
+    sys.stderr.write("requests.exceptions.Timeout (30 s)")
+    sys.stderr.flush()
+    os._exit(3)
+
+
+def starts_others() -> list[str]:
+    """A process that has the pipe of its parent, and a thread that Python waits for."""
+    subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+    threading.Thread(target=threading.Event().wait).start()
+    return [f"text {number}" for number in range(400)]
+
+
+def float_token() -> list[dict[str, object]]:
+    return [{"input_ids": [1.0, 2.0]}]
+
+
+def batch_of_tokens() -> list[dict[str, object]]:
+    return [{"input_ids": [[1, 2, 3]]}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Callable
 
 from spillway.errors import UserError
@@ -10,16 +11,15 @@ from spillway.errors import UserError
 
 def function_of(entrypoint: str, where: str) -> Callable[[], object]:
     """The function `package.module:function`. Raises UserError, with `where`."""
-    module_name, colon, name = entrypoint.partition(":")
-    if not colon or not module_name or not name:
-        raise UserError(f"{where}: write package.module:function")
+    module_name, _, name = entrypoint.partition(":")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{where}: cannot import {module_name}: {type(error).__name__}: {error}; install it next to "
-            "the trainer, or add its directory to PYTHONPATH"
-        ) from error
+        what = f"{where}: cannot import {module_name}: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(f"{what}; install it next to the trainer, or add its directory to PYTHONPATH") from error
+        *_, last = traceback.extract_tb(error.__traceback__)
+        raise UserError(f"{what} ({last.filename}, line {last.lineno})") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"{where}: {module_name} has no function {name}")

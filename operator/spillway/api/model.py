@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -159,6 +160,13 @@ class Precision(Fields):
     )
 
 
+def no_entry_point(name: str | None) -> list[tuple[str, str]]:
+    """The problem with `name`; empty without one."""
+    if name is None or re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
+        return []
+    return [("entrypoint", f"{name!r} names no function; write package.module:function")]
+
+
 class Model(Fields):
     """What is trained: exactly one of config, source, entrypoint."""
 
@@ -177,7 +185,7 @@ class Model(Fields):
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
-        refuse(exactly_one(self, ("config", "source", "entrypoint")))
+        refuse([*exactly_one(self, ("config", "source", "entrypoint")), *no_entry_point(self.entrypoint)])
         return self
 
     @property
@@ -272,6 +280,7 @@ class Data(Fields):
     @model_validator(mode="after")
     def _one_of(self) -> Self:
         problems = exactly_one(self, ("text", "chat", "tokens", "entrypoint", "builtin"))
+        problems += no_entry_point(self.entrypoint)
         if self.evaluation is not None and self.chat is None and self.evaluation.chat is not None:
             problems.append(("evaluation.chat", CHAT_EVALUATES_CHAT))
         if self.evaluation is not None and self.chat is not None and self.evaluation.text is not None:

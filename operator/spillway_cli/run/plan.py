@@ -10,7 +10,7 @@ from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import DoesNotFit, UserError
 from spillway.feedback.profiles import with_rates
 from spillway.placement.device_choice import because, devices, on_device
-from spillway.plan import DeviceKind, Infeasible, MemoryPlan
+from spillway.plan import DeviceKind, Infeasible, MemoryPlan, Tier
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.explain import lacking
 from spillway.planning.hardware import NodeSpec, gpu_node, local_node
@@ -122,6 +122,11 @@ def _decided_on(
     node = node if profile is None else with_rates(profile, node)
     own = on_device(job, device)
     outcome = plan_run(own, node, asked, memory_bytes, num_ranks, planned=make_plan, explained=True)
+    if isinstance(outcome, Infeasible) and outcome.missing_bytes.get(Tier.NVME, 0) > 0:
+        budget, free = job.spec.memory.budget.nvme, resources.disk_bytes
+        disk = f"; the disk to spill to has {format_bytes(free)} free: free space there, or name another with --spill"
+        if budget is None or free < budget:
+            outcome = outcome.model_copy(update={"nearest": outcome.nearest + disk})
     if isinstance(outcome, Infeasible) and memory_bytes < runtime:
         left = "this container's memory limit leaves" if resources.is_limited else "this machine has free"
         takes = f"{format_bytes(resources.memory_bytes)}, but the trainer itself needs {format_bytes(runtime)}"

@@ -210,10 +210,14 @@ def _given(tokens: list[Any], labels: list[Any] | None, num_tokens: int) -> tupl
     """Of a line that is tokens already. Without `labels` every token is one."""
     wrong = next((at for at, one in enumerate(tokens) if type(one) is not int or not 0 <= one < num_tokens), None)
     if wrong is not None:
-        found = (
-            f"input_ids[{wrong}] is {tokens[wrong]!r}, and the tokenizer of spec.model.source has {num_tokens} tokens"
+        found = f"input_ids[{wrong}] is {str(tokens[wrong])[:60]}"
+        if type(tokens[wrong]) is list:
+            raise UserError(f"{found}: a list in the list; give the tokens of one document, without a dimension more")
+        if type(tokens[wrong]) is not int:
+            raise UserError(f"{found}, of type {type(tokens[wrong]).__name__}; tokens are whole numbers")
+        raise UserError(
+            f"{found}, and the tokenizer of spec.model.source has {num_tokens} tokens; use the tokenizer that made them"
         )
-        raise UserError(f"{found}; use the tokenizer that made them")
     labels = tokens if labels is None else labels
     if len(labels) != len(tokens):
         raise UserError(f"labels: {len(labels)} for {len(tokens)} input_ids; give one for each")

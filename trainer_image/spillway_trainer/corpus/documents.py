@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import re
 import resource
 import time
 import traceback
@@ -27,6 +28,8 @@ from .text_source import CHAT_COLUMNS, TextSource
 
 FILE = "documents.jsonl"
 FORMS = 'a string, {"text": ...}, {"messages": ...}, {"prompt": ..., "completion": ...} or {"input_ids": ...}'
+SAY_SECONDS = 5.0
+"""Between lines about how far the corpus is."""
 _REARM_SECONDS = 1.0
 """Arming the timer starts a thread: too long for every document."""
 
@@ -36,8 +39,11 @@ def written_documents(source: TextSource, directory: Path, report: Callable[[str
     is read instead. Raises UserError."""
     where, kinds, number = f"spec.data.entrypoint = {source.description}", set[str](), 0
     with (directory / FILE).open("w", encoding="ascii") as file, _bounded() as more:
-        function = function_of(source.description, where)
+        function, said = function_of(source.description, where), time.monotonic()
         for number, document in enumerate(_documents(function, where, report), 1):
+            if time.monotonic() - said >= SAY_SECONDS:
+                said = time.monotonic()
+                report(f"corpus: {counted(number, 'document')} so far, {format_bytes(file.tell())}")
             kind, line = _line(document, f"{where}: document {number}")
             kinds.add(kind)
             if len(kinds) > 1:
@@ -51,7 +57,7 @@ def written_documents(source: TextSource, directory: Path, report: Callable[[str
 
 def ended_early(code: int, log: str) -> str:
     """Why the process that called an entry point gave no error message."""
-    if "Timeout (" in log:
+    if re.search(r"^Timeout \(\d+:\d\d:\d\d", log, re.MULTILINE):  # by faulthandler
         return f"no document in {INSPECTION_DEADLINE_SECONDS} s; the log says where it hangs"
     if code == -9:
         return "killed, most likely for the memory it took; yield one document after the other"

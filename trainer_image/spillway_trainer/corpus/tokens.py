@@ -13,16 +13,18 @@ import errno
 import math
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +38,7 @@ from spillway.units import MIB, counted, format_bytes, format_count
 from ..checkpoints.durable_files import DurableFiles, FileEntry, describe_file
 from ..checkpoints.sealed_json import Unsealed, seal, unseal
 from .chat import ChatEncoder, ChatTemplate, named_tokens, tokenizer_config
-from .documents import ended_early, written_documents
+from .documents import SAY_SECONDS, ended_early, written_documents
 from .megatron import megatron_tokens
 from .text_source import KINDS, PYTHON_STDLIB, Tally, TextPiece, TextSource, entry_point, python_stdlib, text_source
 
@@ -52,9 +54,6 @@ UINT16_VOCAB_SIZE = 2**16
 INDEX_VERSION = 1
 CHAT_INDEX_VERSION = 2
 """With masks and documents."""
-
-SAY_SECONDS = 5.0
-"""Seconds between two lines of progress."""
 
 _DISK_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NOT_WRITTEN = 65
@@ -593,24 +592,37 @@ def _build_in_child(
     report(f"corpus: building from {source}")
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        ) as child,
     ):
+
+        def end_all() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+        def end_what_is_left() -> None:
+            """What a user's function has started has the pipe, too."""
+            child.wait()
+            end_all()
+
+        ending = threading.Thread(target=end_what_is_left, daemon=True, name="corpus")
+        ending.start()
         try:
             for line in child.stdout or ():
                 report(line.rstrip("\n"))
-            child.wait()
         finally:
-            child.kill()
-            child.wait()
+            end_all()
+            ending.join()
             with suppress(OSError):  # where it was killed itself
                 DurableFiles().remove_tree(temporary)
         errors.seek(0)
         message = errors.read().strip()
-    if child.returncode == _NOT_WRITTEN:
+    if child.returncode == _NOT_WRITTEN and message:
         raise CorpusNotWritten(message)
-    if child.returncode == ExitCode.USER_ERROR:
+    if child.returncode == ExitCode.USER_ERROR and message:
         raise UserError(message)
-    if child.returncode != 0 and source.kind == "entrypoint":
+    if source.kind == "entrypoint" and (child.returncode != 0 or not has_corpus(directory)):
         report(message)
         raise UserError(f"spec.data.entrypoint = {source}: {ended_early(child.returncode, message)}")
     if child.returncode == -9:
@@ -650,5 +662,12 @@ def main() -> int:
     return 0
 
 
+def leave(code: int) -> NoReturn:
+    """End the process without waiting for threads, which a user's function may have left."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

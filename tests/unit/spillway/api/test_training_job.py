@@ -125,6 +125,16 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a missing model": ({"spec.model": REMOVED}, "spec.model", "missing; this field is required"),
     "two data sources": ({"spec.data.text": {"path": "/a"}}, "spec.data", "found text and builtin"),
     "no data source": ({"spec.data": {}}, "spec.data", "found none"),
+    "a function without its module": (
+        {"spec.data": {"entrypoint": "load"}},
+        "spec.data.entrypoint",
+        "write package.module:function",
+    ),
+    "a path in place of a module": (
+        {"spec.model": {"entrypoint": "./mine.py:build"}},
+        "spec.model.entrypoint",
+        "write package.module:function",
+    ),
     "an enum in lower case": (
         {"spec.memory.advanced.activations.policy": "keep"},
         "spec.memory.advanced.activations.policy",

@@ -126,6 +126,8 @@ BAD = {
     "no_json": "document 1: cannot be written as JSON: ",
     "no_response": "document 2: messages: no response of the assistant",
     "large_token": r"document 2: input_ids\[1\] is 1000000, and the tokenizer of spec.model.source has \d+ tokens",
+    "float_token": r"document 1: input_ids\[0\] is 1\.0, of type float; tokens are whole numbers",
+    "batch_of_tokens": r"document 1: input_ids\[0\] is \[1, 2, 3\]: a list in the list; give the tokens",
     "wrong_label": r"document 1: labels\[1\] is 1; needed is input_ids\[1\], 2, or -100",
     "short_labels": "document 1: labels: 1 for 2 input_ids",
     "no_label": "document 1: input_ids: none after the first is a label",
@@ -145,6 +147,9 @@ ENDS = {
     "eats": r"took more than 2\.00 GiB of memory; yield one document after the other",
     "dies": "killed, most likely for the memory it took",
     "exits": "ended the process with code 7",
+    "leaves": "ended the process with code 0",
+    "leaves_as_an_error": "ended the process with code 64",
+    "speaks_of_a_timeout": "ended the process with code 3",
     "raises": "raised FileNotFoundError",
 }
 
@@ -161,6 +166,19 @@ def test_a_function_that_does_not_return_ends_its_own_process_alone(
     assert [*(tmp_path / "out").iterdir()] == []
     if name in ("hangs", "raises"):
         assert any(f"in {name}" in line for line in told), "the log says where"
+
+
+def test_what_a_function_has_started_ends_with_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    corpus = prepare_corpus(entry_point("cases.user_data:starts_others"), tmp_path / "corpus", VOCABULARY, silent)
+    assert corpus.index.num_documents == 400
+
+
+def test_an_error_of_the_module_itself_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_data.py").write_text("import json\nX = {}['missing']\n")
+    with pytest.raises(UserError, match=r"cannot import broken_data: KeyError: 'missing' \(.*broken_data.py, line 2"):
+        build_corpus(entry_point("broken_data:load"), tmp_path / "corpus", VOCABULARY, silent)
 
 
 def test_a_bound_on_memory_that_is_there_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
