@@ -73,7 +73,7 @@ crds: env ## what is generated: crds/*.yaml and docs/fields.md from operator/spi
 bench: env ## against fio, DeepSpeed and torch, in turns, the update as modelled, placement as simulated, the operator beside a Prometheus that lies, with 1,000 jobs, and beside a greedy namespace; figures in build/bench (BENCH=--quick for a minute each, all but the first five; needs fio, libaio, root for the last two)
 	SPILLWAY_DEPTH=ci $(PYTEST) tests/unit/benchmarks
 	@mkdir -p build/bench
-	for each in optimizer_offload spill_io cpu_adam step_time overlap nvme_states activation_spill model_spill placement lying_metrics operator_scale operator_fairness; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
+	for each in optimizer_offload spill_io cpu_adam step_time overlap nvme_states activation_spill end_to_end model_spill placement lying_metrics operator_scale operator_fairness; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
 
 pictures: env ## docs/pictures/jobs.svg, from runs made now: a quiet machine, ten minutes
 	$(RUN)python benchmarks/pictures.py

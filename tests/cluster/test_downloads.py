@@ -18,7 +18,7 @@ from harness.s3_server import KEYS, S3Server
 from testbed.layout import ADDRESS
 
 pytestmark = pytest.mark.ci
-SECONDS = 240.0
+SECONDS = 600.0
 LARGE = "unused.safetensors.json"
 """A file that takes several requests and that no loader reads."""
 STEPS = {"whole": 1500, "adapters": 20, "denied": 6}

@@ -25,6 +25,7 @@ from spillway_cli.record.directory import RunDirectory
 from spillway_cli.record.log import read_run_log
 from spillway_cli.run.ladder import earlier_failures, first_plan
 from spillway_cli.run.plan import decided_for_this_machine
+from spillway_trainer.cgroup import usable_cores
 
 JOB = """
 apiVersion: spillway.dev/v1alpha1
@@ -103,7 +104,7 @@ def test_the_same_command_begins_with_what_ran_out(twice: tuple[Path, subprocess
     job = load_job(directory / "job.yaml")
 
     def planned(asked: TrainingJob, corrections: Corrections) -> MemoryPlan | Infeasible:
-        resources = LocalResources(cores=2, memory_bytes=8 * GIB, disk_bytes=8 * GIB)
+        resources = LocalResources(usable_cores(Path("/")), memory_bytes=8 * GIB, disk_bytes=8 * GIB)
         return decided_for_this_machine(asked, resources, corrections=corrections)
 
     failures = earlier_failures(RunDirectory(directory / "out"), job, 1)
