@@ -227,6 +227,8 @@ def order(streams: Streams, stream: Stream, event: Event) -> None:
 class CudaLanes(CpuLanes):
     """Lanes of one CUDA device."""
 
+    direct_io = False
+
     def __init__(self, host: HostSlab, ledger: DeviceLedger, streams: Streams) -> None:
         super().__init__(host, ledger)
         self._streams = streams
