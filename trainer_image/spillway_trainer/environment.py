@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 
-# An OpenMP worker spins for some 10 µs before it sleeps: for ever, it would fight the I/O and update threads for the
-# cores; not at all, every small operation would pay for waking it (small models: steps x 1.6).
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+# An OpenMP worker spins for some 30 µs before it sleeps: for ever, it would fight the I/O and update threads for the
+# cores; not at all, every small operation would pay for waking it (small models: steps x 1.6). Five times as long makes
+# small models faster on a machine of their own, and three times slower beside another trainer (docs/adr/0032).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Tensors in huge pages, where they do not come from the pool: freed large blocks go back to the system
 # (native.return_freed_memory), and this makes getting new ones cheap again.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
