@@ -58,15 +58,6 @@ FOLDERS = ("cluster", "local", "faults", "parity", "contract", "unit")
 """in this order: the many short files of the last ones fill what the long ones of the first leave of a worker"""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """A core for each worker, so that what its tests start has one compute thread: of several processes with as many
-    threads as there are cores, each waits at the end of every small operation until the others give a core back."""
-    worker, on_the_cluster = os.environ.get("PYTEST_XDIST_WORKER"), "cluster" in " ".join(config.args)
-    if worker and not on_the_cluster and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
-
-
 def pytest_report_header() -> str:
     return f"depth {DEPTH.name.lower()}: SPILLWAY_DEPTH=quick, ci or all; harness/depth.py says what that means"
 
