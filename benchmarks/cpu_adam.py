@@ -21,9 +21,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-# As the trainer's entry point does, before torch is imported: workers that spin for ever would fight for the cores.
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# isort: off
+from spillway_trainer import environment  # noqa: F401 - before torch is imported
+# isort: on
 
 import torch
 from torch import Tensor

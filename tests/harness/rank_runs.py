@@ -185,7 +185,8 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
     os.dup2(log, 2)
     os.environ.update(environment)
     from spillway_trainer import run_job
-    from spillway_trainer.__main__ import attempt, leave
+    from spillway_trainer.__main__ import attempt
+    from spillway_trainer.ending import leave
     from spillway_trainer.parallel import distributed
     from spillway_trainer.reporting import progress_client
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -23,7 +23,7 @@ from spillway.api.job_file import JobFile
 from spillway.errors import ExitCode, FieldProblem, InvalidJob, UserError
 from spillway.plan import MemoryPlan
 
-from .ending import completed, ending_of, write_termination
+from .ending import completed, ending_of, leave, write_termination
 from .kernels import native
 from .ranks import World
 from .reporting.recorder import Recorder, refusals
@@ -103,13 +103,6 @@ def read(path: Path, contract: type[Contract]) -> Contract:
     except ValidationError as error:
         wrong = [FieldProblem(".".join(map(str, e["loc"])) or "content", "", e["msg"]) for e in error.errors()]
         raise InvalidJob(str(path), wrong) from error
-
-
-def leave(exit_code: int) -> NoReturn:
-    """End the process without destructors: that of a process group would wait for peers that may be gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from spillway.errors import RANK_CRASHED, ExitCode, SpillwayError
 
@@ -108,3 +111,10 @@ def write_termination(path: Path, ending: Ending, rank: int, step: int) -> None:
         path.write_text(ending.to_json(rank, step) + "\n", encoding="utf-8")
     except OSError as error:
         print(f"termination message not written to {path}: {error}")
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the process without destructors: that of a process group would wait for peers that may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -402,10 +402,11 @@ def _write_pieces(
     try:
         if straight:
             write(straight)
-        with bounces.lent() as bounce:
-            for group in in_bounces(others, bounce):
-                kernels.copy_batch([(place[: part.numel()], part) for (_, part, _), place in group])
-                write([(at, place, name) for (at, _, name), place in group])
+        if others:
+            with bounces.lent() as bounce:
+                for group in in_bounces(others, bounce):
+                    kernels.copy_batch([(place[: part.numel()], part) for (_, part, _), place in group])
+                    write([(at, place, name) for (at, _, name), place in group])
     except (SpillIOError, SpillVolumeFull):
         if not nvme.survives:
             raise

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from spillway.units import MIB, counted, format_bytes, format_count
 
 from ..checkpoints.durable_files import DurableFiles, FileEntry, describe_file
 from ..checkpoints.sealed_json import Unsealed, seal, unseal
+from ..ending import leave
 from .chat import ChatEncoder, ChatTemplate, named_tokens, tokenizer_config
 from .documents import SAY_SECONDS, ended_early, written_documents
 from .megatron import megatron_tokens
@@ -662,12 +663,5 @@ def main() -> int:
     return 0
 
 
-def leave(code: int) -> NoReturn:
-    """End the process without waiting for threads, which a user's function may have left."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    leave(main())
+    leave(main())  # without waiting for threads, which a user's function may have left

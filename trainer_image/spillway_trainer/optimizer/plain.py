@@ -225,17 +225,21 @@ class ResidentOptimizer:
         ledger.charge("optimizer_states", self._states_bytes)
         self._states = {name: _new_states(p, settings) for name, p in self._trainable.parameters.items()}
         uses = [*self._trainable.parameters, *self._trainable.tied]
-        sizes = {name: self._trainable.parameters[self._trainable.owner(name)].numel() for name in uses}
-        self._accumulator_bytes = FLOAT32_BYTES * sum(sizes.values())
+        owners = {name: self._trainable.parameters[self._trainable.owner(name)] for name in uses}
+        self._accumulator_bytes = FLOAT32_BYTES * sum(owner.numel() for owner in owners.values())
         ledger.charge("gradients", self._accumulator_bytes)
-        device = next((p.device for p in self._trainable.parameters.values()), None)
-        # Sharded models send pieces of their buffers.
-        adopts = gradient_dtype is None and device is not None and device.type == "cpu"
-        dtypes = {name: self._trainable.parameters[self._trainable.owner(name)].dtype for name in uses}
-        self._adopted = {name for name in uses if adopts and dtypes[name] == torch.float32}
+        self._adopted = {
+            name
+            for name, owner in owners.items()
+            # Sharded models, which name the type, send pieces of their buffers.
+            if gradient_dtype is None and owner.device.type == "cpu" and owner.dtype == torch.float32
+        }
         """Uses whose first gradient becomes the accumulator."""
-        own = [name for name in uses if name not in self._adopted]
-        self._accumulators = {name: torch.empty(sizes[name], dtype=torch.float32, device=device) for name in own}
+        self._accumulators = {
+            name: torch.empty(owner.numel(), dtype=torch.float32, device=owner.device)
+            for name, owner in owners.items()
+            if name not in self._adopted
+        }
         self._arrived: set[str] = set()
 
     def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:

@@ -6,10 +6,9 @@ import pytest
 
 from cases.job_documents import job
 from spillway.plan import Infeasible
-from spillway.planning.planner import Overrides
 from spillway.units import GIB, MIB
 from spillway_cli.machine.local_node import LocalResources
-from spillway_cli.run.plan import _decided_on
+from spillway_cli.run.plan import decided_for_this_machine
 
 STATES_ON_NVME = {"spec.memory.advanced.optimizer.placement": "Nvme", "spec.memory.budget.nvme": "1Gi"}
 
@@ -18,7 +17,7 @@ STATES_ON_NVME = {"spec.memory.advanced.optimizer.placement": "Nvme", "spec.memo
 def test_a_disk_with_less_than_the_budget_is_named(nvme: str, is_the_disk: bool) -> None:
     resources = LocalResources(2, 8 * GIB, 2 * MIB)
     asked = job(STATES_ON_NVME | {"spec.memory.budget.nvme": nvme})
-    found = _decided_on("Cpu", asked, resources, 1, Overrides(world_size=1), None)
+    found = decided_for_this_machine(asked, resources)
     assert isinstance(found, Infeasible)
     said = "the disk to spill to has 2.00 MiB free: free space there, or name another with --spill"
     assert (said in found.nearest) is is_the_disk
