@@ -41,6 +41,7 @@ import yaml
 
 import paired
 from paired import Ratio, paired_ratio
+from processes import cpu_seconds, peak_resident_bytes
 from spillway.units import MIB
 
 SPILLWAY = [sys.executable, "-m", "spillway_cli"]
@@ -48,7 +49,6 @@ LOOPS = Path(__file__).with_name("end_to_end_loops.py")
 PATIENCE_SECONDS = 300.0
 """for one contestant's steps of one round"""
 WARM_STEPS = 3
-TICKS = os.sysconf("SC_CLK_TCK")
 ROOM = {"device": "8Gi", "host": "8Gi", "nvme": "8Gi"}
 
 WIDE = {"hiddenSize": 512, "numLayers": 4, "numHeads": 8, "vocabSize": 4096}
@@ -122,14 +122,14 @@ class Contestant:
         pids = self._pids()
         for pid in pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
-        cpu, begin = cpu_seconds(pids), time.perf_counter()
+        cpu, begin = sum(map(cpu_seconds, pids)), time.perf_counter()
         self._signal(signal.SIGCONT)
         self._wait(self.steps + num_steps)
         seconds = time.perf_counter() - begin
         self._signal(signal.SIGSTOP)
         self.seconds.append(seconds / num_steps)
-        self.cpu_seconds.append((cpu_seconds(pids) - cpu) / num_steps)
-        self.peak_bytes.append(max(peak_bytes(pid) for pid in pids))
+        self.cpu_seconds.append((sum(map(cpu_seconds, pids)) - cpu) / num_steps)
+        self.peak_bytes.append(max(map(peak_resident_bytes, pids)))
 
     def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -169,17 +169,6 @@ class Contestant:
                 whole = news[: news.rfind(b"\n") + 1]
                 self._read += len(whole)
                 self.steps += sum(self._is_step in line for line in whole.splitlines(keepends=True))
-
-
-def cpu_seconds(pids: Sequence[int]) -> float:
-    """User and system, of all threads."""
-    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / TICKS
-
-
-def peak_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
 @dataclass(frozen=True, slots=True)

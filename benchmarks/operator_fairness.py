@@ -32,6 +32,7 @@ import operator_scale as scale
 import paired
 from harness.installed import OPERATOR_USER, RELEASE, SYSTEM_NAMESPACE, Document, example, running_for_an_hour
 from harness.operator_process import write_kubeconfig
+from processes import cpu_seconds, peak_resident_bytes
 from synthetic_trainers import Server
 from testbed.client import Bed, Request
 from testbed.layout import API_SERVER
@@ -111,7 +112,7 @@ async def deadlines(server: Server) -> dict[str, float]:
 
 def planner_bytes(operator: int) -> int:
     children = Path(f"/proc/{operator}/task/{operator}/children").read_text(encoding="ascii").split()
-    return sum(scale.peak_resident_bytes(int(pid)) for pid in children)
+    return sum(peak_resident_bytes(int(pid)) for pid in children)
 
 
 def metrics(port: int) -> dict[str, float]:
@@ -154,7 +155,7 @@ async def run(bed: Bed, operator: scale.Operator, num_greedy: int, num_modest: i
     print(f"expected: {num_modest} starts, {len(suspended)} suspends, {num_modest} deadlines")
     seen = metrics(operator.current.health_port)
     plans = {name: count for name, count in seen.items() if name.startswith("spillway_operator_plans_total")}
-    print(f"plans: {plans}; operator: {scale.cpu_seconds(operator.current.process.pid):.1f} CPU-seconds")
+    print(f"plans: {plans}; operator: {cpu_seconds(operator.current.process.pid):.1f} CPU-seconds")
     return {
         "num_greedy": num_greedy,
         "b_p99_seconds": scale.p99([seconds for each in found.values() for seconds in each]),

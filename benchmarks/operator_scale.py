@@ -52,6 +52,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import paired
+from processes import cpu_seconds, peak_resident_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / folder) for folder in ("hack", "tests")]
@@ -224,16 +225,6 @@ class Operator:
     def replace(self) -> None:
         self.kill()
         self.current = self._process(self.kubeconfig, self.log, self.environment)
-
-
-def peak_resident_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # --- the bed ----------------------------------------------------------------------------------------------------------
