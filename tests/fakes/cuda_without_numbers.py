@@ -58,9 +58,9 @@ def address_space(nbytes: int) -> host_slab._Mapping:
     """A slab's mapping, which may be larger than the machine's memory; without huge pages, one of which a single word
     would fill."""
     if nbytes == 0:
-        return host_slab._Mapping(torch.empty(0, dtype=torch.uint8), memoryview(b""), None, 0)
+        return host_slab._Mapping(torch.empty(0, dtype=torch.uint8), None, 0)
     mapping = mmap.mmap(-1, nbytes, flags=host_slab._PRIVATE | MAP_NORESERVE)
-    return host_slab._Mapping(torch.frombuffer(mapping, dtype=torch.uint8), memoryview(mapping), mapping, 0)
+    return host_slab._Mapping(torch.frombuffer(mapping, dtype=torch.uint8), mapping, 0)
 
 
 families = build._families

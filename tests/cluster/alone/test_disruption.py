@@ -45,10 +45,10 @@ TRIALS, AT_ONCE = (30, 3) if FULL else (1, 1)
 """jobs on the node that is lost: so many trials share one loss"""
 DELETIONS, OF_EACH_JOB = (100, 5) if FULL else (4, 2)
 OUTAGE_SECONDS = 60.0 if FULL else 30.0
-CONVERGENCE_SECONDS = 30.0
 SEED = 20261122
 SLOW = 300.0
 """seconds: for what takes ten on a machine that is busy with something else"""
+CONVERGENCE_SECONDS = 30.0 if FULL else SLOW
 LOST_STEPS, HELD_STEP = (90, 45) if FULL else (40, 20)
 """a zombie that gets so far before the next attempt begins is stopped: it cannot complete before it is fenced"""
 METRICS_PORT = OperatorFacts(trainer_image="").metrics_port
@@ -331,19 +331,18 @@ def test_training_goes_on_without_an_api_server_and_all_is_told_afterwards(spill
         before = trained_steps(pods["lasting"])
         for pid in held:
             os.kill(pid, signal.SIGCONT)
-        while time.monotonic() - went < OUTAGE_SECONDS:
+        for _ in range(int(OUTAGE_SECONDS)):
             time.sleep(1)
+        eventually("'ending' ends while there is no API server", lambda: not any(map(is_alive, held)))
         after = trained_steps(pods["lasting"])
-        ended = not any(map(is_alive, held))
     finally:
         restarting = threading.Thread(target=bed.restart, args=(WANTED,))
         restarting.start()
     eventually("the API server", lambda: api.ready(bed.state))
     back = time.monotonic()
     restarting.join()
-    print(f"\n{OUTAGE_SECONDS:.0f} s without an API server: from step {before} to {after}; 'ending' ended: {ended}")
+    print(f"\n{back - went:.0f} s without an API server: from step {before} to {after}")
     assert after > before + 5, "training stood still"
-    assert ended, "the job that was to end in the outage did not: nothing was shown"
 
     spillway.wait(namespace, "ending", "Complete", CONVERGENCE_SECONDS)
     spillway.until(lambda job: step_of(job) >= after, namespace, "lasting", CONVERGENCE_SECONDS)

@@ -20,6 +20,7 @@ from spillway.planning.model_shape import model_shape
 from spillway.planning.planner import make_plan
 from spillway.planning.step_time import QUANTIZING_BYTES, Resource, rank_rates, update_loads
 from spillway.planning.workload import Workload
+from spillway.units import MIB
 from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
 from spillway_trainer.config import hyperparameters
 from spillway_trainer.kernels.reference import rounded
@@ -162,8 +163,11 @@ def test_small_budget_never_narrows_float32_moments_automatically() -> None:
         "spec.memory.advanced.optimizer.placement": "Device",
         "spec.memory.advanced.activations.policy": "Keep",
     }
+    roomy = make_plan(job(on_device | {f"{OPTIMIZER}.moments": "bfloat16"}), NODE)
+    assert isinstance(roomy, MemoryPlan)
+    budget = {"device": f"{roomy.bytes[Tier.DEVICE].total // MIB + 1}Mi"}
     decided = [
-        make_plan(job(on_device | {"spec.memory.budget": {"device": "361Mi"}, f"{OPTIMIZER}.moments": kind}), NODE)
+        make_plan(job(on_device | {"spec.memory.budget": budget, f"{OPTIMIZER}.moments": kind}), NODE)
         for kind in ("float32", "bfloat16")
     ]
     assert [type(found).__name__ for found in decided] == ["Infeasible", "MemoryPlan"]

@@ -79,7 +79,7 @@ def test_a_gpu_plan_shows_what_its_allocator_takes(manifest: Path, capsys: pytes
 def test_what_does_not_fit_comes_with_figures_and_the_nearest_that_fits(
     manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(manifest, device="40Mi")
+    run(manifest, device="20Mi")
     printed = capsys.readouterr().out
     assert "missing" in printed
     assert "fits with: spec.memory.budget.device: " in printed
