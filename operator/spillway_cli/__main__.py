@@ -319,6 +319,7 @@ def export(  # noqa: PLR0913, PLR0917 - one argument per option
     run: RunArgument,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new directory.")],
     step: Annotated[int | None, typer.Option(min=0, help="Default: the newest intact one.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The one with the lowest evaluation loss.")] = False,
     form: Annotated[str, typer.Option("--as", metavar="FORM", help="huggingface, universal or dcp.")] = "huggingface",
     dtype: Annotated[str | None, typer.Option(help="Weights: bfloat16 (default), float16 or float32.")] = None,
     optimizer: Annotated[
@@ -337,6 +338,7 @@ def export(  # noqa: PLR0913, PLR0917 - one argument per option
         run,
         to,
         step,
+        best,
         one_of(command.ExportForm, form, "--as"),
         None if dtype is None else one_of(command.ExportDtype, dtype, "--dtype"),
         None if optimizer is None else one_of(command.LoadingOptimizer, optimizer, "--optimizer"),

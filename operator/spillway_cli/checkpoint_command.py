@@ -77,6 +77,8 @@ class ExportOptions:
     run: Path
     to: Path
     step: int | None
+    best: bool
+    """Instead of `step`: the one of the lowest evaluation loss."""
     form: ExportForm
     dtype: ExportDtype | None
     """None: bfloat16 for weights; states are always float32."""
@@ -143,19 +145,29 @@ def tokenizer_of(checkpoint: Path, saved: SavedRun) -> Path:
 def ls(run_path: Path, output: Format, member: str | None = None) -> int:
     """Lists committed checkpoints, newest first, without hashing them."""
     saved = saved_by(run_path, member)
-    found = [(each, one) for each in saved for one in checkpoint_directory.list_checkpoints(each.checkpoints)]
+    found = [(each, *one) for each in saved for one in with_best(each.checkpoints)]
     if output is Format.JSON:
-        print_json({"checkpoints": [{"member": each.member or None, **as_json(one)} for each, one in found]})
+        documents = [{"member": each.member or None, **as_json(one), "best": best} for each, one, best in found]
+        print_json({"checkpoints": documents})
         return ExitCode.COMPLETED
     shown = table("checkpoint", "step", "attempt", "size", "committed (UTC)", "learning rate", "resumable")
-    for each, one in found:
+    for each, one, is_best in found:
         committed = f"{datetime.fromtimestamp(one.modified_seconds, UTC):%Y-%m-%d %H:%M:%S}"
         resumable = one.problem or ("yes" if one.in_lineage else "no: superseded by a later attempt")
         rate, size = one.schedule, format_bytes(one.nbytes)
         of_job = f"{rate['name']} {rate['peak']:g}, {rate['num_steps']} steps" if rate else "-"
-        shown.add_row(each.named(one.name), str(one.step), str(one.epoch), size, committed, of_job, resumable)
+        name = each.named(one.name) + " (best)" * is_best
+        shown.add_row(name, str(one.step), str(one.epoch), size, committed, of_job, resumable)
     result_console().print(shown if found else "no checkpoints yet")
     return ExitCode.COMPLETED
+
+
+def with_best(checkpoints: Path) -> list[tuple[CheckpointSummary, bool]]:
+    """All, newest first, each with whether it is the one of the lowest evaluation loss (jobs with checkpoint.keepBest
+    or training.earlyStopping)."""
+    found = checkpoint_directory.list_checkpoints(checkpoints)
+    best_step = next((one.best_step for one in found if one.in_lineage and not one.problem), 0)
+    return [(one, one.in_lineage and one.step == best_step > 0) for one in found]
 
 
 def verify(run_path: Path, output: Format, member: str | None = None) -> int:
@@ -184,11 +196,14 @@ def export(options: ExportOptions) -> int:
         raise UserError(f"--optimizer {options.optimizer}: only applies to --as universal; leave it out")
     if (options.merge or options.base is not None) and not is_weights:
         raise UserError("--merge and --base are for weights: leave them out, or use --as huggingface")
+    if options.best and options.step is not None:
+        raise UserError(f"--best and --step {options.step}: each names a checkpoint; give one of the two")
     need("trainer")
     if options.dtype is not None and not is_weights:
         raise UserError(f"--dtype {options.dtype}: --as {options.form} always writes float32 states; leave it out")
     saved, why = to_export(options)
-    checkpoint, passed_over = chosen(saved.checkpoints, options.step)
+    step = step_of_best(saved.checkpoints) if options.best else options.step
+    checkpoint, passed_over = chosen(saved.checkpoints, step)
     document, said = (export_weights if is_weights else export_states)(options, saved, checkpoint)
     where = {"checkpoint": checkpoint.name, "directory": str(options.to.resolve()), "member": saved.member or None}
     for problem in passed_over:
@@ -227,6 +242,17 @@ def export_states(options: ExportOptions, saved: SavedRun, checkpoint: Path) -> 
     counts = {"step": written.num_steps, "updates": written.num_updates, "parameters": written.num_parameters}
     said = f"states of {written.num_parameters} parameters after {written.num_updates} updates"
     return {"form": options.form, **counts}, said
+
+
+def step_of_best(checkpoints: Path) -> int:
+    """Raises UserError when no checkpoint is known to be the best."""
+    best = next((one.step for one, is_best in with_best(checkpoints) if is_best), None)
+    if best is None:
+        raise UserError(
+            f"--best: {checkpoints} has no checkpoint of the lowest evaluation loss; jobs with checkpoint.keepBest "
+            "keep it: give --step, or leave --best out"
+        )
+    return best
 
 
 def chosen(checkpoints: Path, step: int | None) -> tuple[Path, list[str]]:

@@ -130,6 +130,8 @@ GPT2 = {"spec.model.config.architecture": "gpt2"}
 CHAT = {"spec.model": {"source": {"claim": "any"}}, "spec.data": {"chat": {"path": "/chats"}}}
 FLOAT16 = {"spec.model.precision.compute": "float16"}
 COMPARED = {"spec.members": [{"name": "a"}], "spec.data.evaluation": {"fraction": "0.1"}}
+EVALUATED = {"spec.data.evaluation": {"fraction": "0.1"}}
+STOPS_EARLY = {"spec.training.earlyStopping": {"patience": 1}}
 FETCHED_AT: dict[str, dict[str, Any]] = {
     "spec.model.source": {"spec.model": {"source": FETCHING}},
     "spec.data.text": {"spec.data": {"text": FETCHING}},
@@ -163,6 +165,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     **{f"spec.tracking.mlflow.{name}": {"spec.tracking.mlflow.uri": "http://a"} for name in ("uri", "experiment")},
     **{f"spec.tracking.wandb.{name}": {"spec.tracking.wandb.project": "a"} for name in ("project", "entity", "mode")},
     "spec.spill.numVolumes": {"spec.spill.storageClassName": "fast"},
+    "spec.training.earlyStopping.patience": EVALUATED,
+    "spec.training.earlyStopping.minDelta": EVALUATED | STOPS_EARLY,
 }
 """what must go with a field's edges, so that no other rule is hit"""
 SAMPLES = {
@@ -435,6 +439,11 @@ TOGETHER: list[tuple[Changes, Changes]] = [
     (CHAT | {"spec.data": {"tokens": {"path": "/t"}}}, {"spec.model": {"entrypoint": "a:b"}}),
     (CHAT | {"spec.data.evaluation": {"chat": {"path": "/held"}}}, {"spec.data.text": {"path": "/text"}}),
     (CHAT | {"spec.data.evaluation": {"fraction": "0.1"}}, {"spec.data.evaluation": {"text": {"path": "/held"}}}),
+    (EVALUATED | STOPS_EARLY, {"spec.data.evaluation": None}),
+    (EVALUATED | {"spec.checkpoint.keepBest": True}, {"spec.data.evaluation": None}),
+    (EVALUATED | STOPS_EARLY, {"spec.members": [{"name": "a"}]}),
+    (COMPARED, {"spec.members": [{"name": "a", "training": {"earlyStopping": {"patience": 1}}}]}),
+    (EVALUATED | {"spec.checkpoint.keepBest": True}, {"spec.members": [{"name": "a"}]}),
     (
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
         {"spec.memory.advanced.optimizer.placement": "Host"},

@@ -105,6 +105,10 @@ class _Maker:
         self._maybe(spec, "command", RARELY, ["python", "train.py"], ["x" * 4096] * 64)
         if self._often(SOMETIMES):  # last, so that all else of recorded jobs stays as it is
             spec["tracking"] = self._tracking()
+        if "evaluation" in spec["data"] and "members" not in spec and self._often(SOMETIMES):
+            spec["training"]["earlyStopping"] = {"patience": self._one_of(*COUNTS[1:])}
+            self._maybe(spec["training"]["earlyStopping"], "minDelta", OFTEN, *NUMBERS)
+            self._maybe(spec.setdefault("checkpoint", {}), "keepBest", OFTEN, True, False)
         return spec
 
     # what is trained

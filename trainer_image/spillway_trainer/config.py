@@ -104,7 +104,7 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
 
 
 def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan, further_evaluations: Collection[int] = ()) -> LoopSettings:
-    evaluation = spec.data.evaluation
+    evaluation, stopping = spec.data.evaluation, spec.training.early_stopping
     return LoopSettings(
         num_steps=spec.training.steps,
         micro_batch_size=plan.micro_batch_size,
@@ -114,4 +114,7 @@ def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan, further_evaluations: 
         checkpoint_every=spec.checkpoint.every_steps,
         evaluate_every=evaluation.every_steps if evaluation else 0,
         further_evaluations=further_evaluations,
+        patience=None if stopping is None else stopping.patience,
+        min_delta=0.0 if stopping is None else stopping.min_delta,
+        keeps_best=spec.checkpoint.keep_best,
     )

@@ -80,7 +80,17 @@ def run_job(
         ranks.agree("plan.json", digest(plan.model_dump_json()))
         ranks.agree("model", digest(json.dumps(model.description)))
         run_ranks(job, usable, model, recorder, progress, stop, ranks, device)
-    return f"trained to step {progress.step}"
+    return ending_sentence(job, progress)
+
+
+def ending_sentence(job: JobFile, progress: RunProgress) -> str:
+    best, steps = progress.best, job.spec.training.steps
+    if progress.step == steps:
+        return f"trained to step {steps}"
+    return (
+        f"stopped early at step {progress.step} of {steps}: {best.since} evaluations without improvement; the lowest "
+        f"evaluation loss, {best.loss:.4f}, is that of step {best.step}"
+    )
 
 
 def run_ranks(
@@ -370,7 +380,7 @@ class RunCheckpoints:
             self.assembly.optimizer.load_scalars(state.scalars)
             self.loss_scale.load(state.scalars)
             checkpoint.restore_random_state(state.random_state)
-            progress.step, progress.samples = state.step, state.samples_consumed
+            progress.step, progress.samples, progress.best = state.step, state.samples_consumed, state.best
 
     def _commit_behind(
         self, state: TrainingState, copies: Iterable[tuple[str, Tensor]], started: float, stalled_seconds: float
@@ -387,7 +397,8 @@ class RunCheckpoints:
         assert self.epoch is not None
         nbytes = checkpoint.save(self.epoch, state, tensors, stay=stay).manifest.nbytes
         try:
-            self.epoch.prune(self.job.spec.checkpoint.keep)
+            kept = self.job.spec.checkpoint
+            self.epoch.prune(kept.keep, state.best.step if kept.keep_best else 0)
         except CheckpointNotWritten as error:  # the new one is committed all the same
             report(str(error))
         seconds = time.perf_counter() - started
@@ -437,6 +448,7 @@ class RunCheckpoints:
             special_tokens=self.corpus.special_tokens,
             rule=training.optimizer.name,
             moments=training.optimizer.moments,
+            best=progress.best,
         )
 
 

@@ -20,6 +20,7 @@ from spillway.errors import NonFinite, Preempted
 from spillway.metrics import Phase, StepMetrics
 
 from .checkpoints.directory import CheckpointNotWritten
+from .checkpoints.manifest import NO_EVALUATION, BestEvaluation
 from .corpus.data import Batch, TokenBatches
 from .optimizer.loss_scale import LossScaler, float16_operations
 from .optimizer.plain import StepOptimizer
@@ -90,6 +91,8 @@ class RunProgress:
     """Optimizer steps completed."""
     samples: int = 0
     """Sequences consumed."""
+    best: BestEvaluation = NO_EVALUATION
+    """Kept only where early stopping or checkpoints ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,18 @@ class LoopSettings:
     """0 = never"""
     further_evaluations: Collection[int] = ()
     """Additional steps after which to evaluate: where members of a sweep are compared."""
+    patience: int | None = None
+    """Evaluations without improvement that end the run; None: all steps are trained."""
+    min_delta: float = 0.0
+    """By how much an improvement is lower, at least."""
+    keeps_best: bool = False
+    """A checkpoint follows each evaluation that is the lowest so far."""
+
+    def is_over(self, progress: RunProgress) -> bool:
+        return progress.step == self.num_steps or self.stops_early(progress)
+
+    def stops_early(self, progress: RunProgress) -> bool:
+        return self.patience is not None and progress.best.since >= self.patience
 
     def evaluates_after(self, step: int) -> bool:
         regular = self.evaluate_every and (step == self.num_steps or step % self.evaluate_every == 0)
@@ -239,7 +254,7 @@ def train(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopReq
 
 def advance(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest, until: int) -> None:
     """Like `train`, to the end of step `until`: the run can continue from there, in another turn of its model."""
-    while progress.step < until:
+    while progress.step < until and not settings.stops_early(progress):
         metrics, stopping = train_step(run, settings, progress, stop)
         if after_step(run, settings, progress, stop, metrics, stopping=stopping):
             step = progress.step
@@ -252,12 +267,12 @@ def after_step(
     """What follows a step: its record, an evaluation, a checkpoint. Returns whether the run is asked to stop before its
     last step; its checkpoint is committed then."""
     run.recorder.step(metrics)
-    last = progress.step == settings.num_steps
     if settings.evaluates_after(progress.step):
         evaluate(run, settings, progress)
         stopping = any_asked_to_stop(run, stop)
+    last, is_best = settings.is_over(progress), progress.best.step == progress.step
     ends = last or stopping
-    due = ends or progress.step % settings.checkpoint_every == 0
+    due = ends or progress.step % settings.checkpoint_every == 0 or (settings.keeps_best and is_best)
     record(run, run.checkpoints.written(wait=due))
     if due and commit(run, progress, behind=not ends) and not ends and any_asked_to_stop(run, stop):
         stopping = record(run, run.checkpoints.written(wait=True))
@@ -454,7 +469,7 @@ def take_others_gradients(run: Run, arrived: Collection[str]) -> None:
 
 
 def evaluate(run: Run, settings: LoopSettings, progress: RunProgress) -> None:
-    """Mean loss per label over the sequences of an evaluation; leaves no trace in the run's state."""
+    """Mean loss per label over the sequences of an evaluation; of the run's state it changes `progress.best` alone."""
     started, world = time.perf_counter(), run.ranks.world
     losses, tokens = list[float](), 0
     run.optimizer.flush()
@@ -473,6 +488,8 @@ def evaluate(run: Run, settings: LoopSettings, progress: RunProgress) -> None:
     run.model.train()
     if tokens:
         total = math.fsum(dealt(run.ranks.gather(losses)))  # the same, whoever evaluated what
+        if settings.keeps_best or settings.patience is not None:
+            progress.best = progress.best.after(progress.step, total / tokens, settings.min_delta)
         run.recorder.evaluation(progress.step, total / tokens, tokens, time.perf_counter() - started)
 
 

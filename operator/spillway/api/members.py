@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from spillway.api.job_file import JobFile
+from spillway.api.limits import NOT_OF_MEMBERS
 from spillway.api.manifest import shown, validate
 from spillway.api.pod import Member
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
@@ -102,6 +103,8 @@ def _sweep(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     if reserve := spec.memory.advanced.activations.host_reserve:
         fixed = "plans of members are not corrected while they run; leave it out"
         yield FieldProblem("spec.memory.advanced.activations.hostReserve", format_quantity(reserve), fixed)
+    for field in spec.uses_evaluation:
+        yield FieldProblem(f"spec.{field}", "{...}" if field.startswith("training") else "true", NOT_OF_MEMBERS)
     if objective is not None and objective.metric == "EvaluationLoss" and spec.data.evaluation is None:
         held_out = "needs held-out text: give data.evaluation, or use Loss"
         yield FieldProblem("spec.objective.metric", objective.metric, held_out)
@@ -115,6 +118,8 @@ def _overrides(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
             for one in error.problems:
                 yield FieldProblem(f"spec.members[{index}].{one.path}", one.given, one.problem)
             continue
+        if own.training.early_stopping is not None and spec.training.early_stopping is None:
+            yield FieldProblem(f"spec.members[{index}].training.earlyStopping", "{...}", NOT_OF_MEMBERS)
         if own.model.config is None and own.model != spec.model:
             path, given = next((path, value) for path, value in member.changes.items() if path.startswith("model."))
             unknown = (

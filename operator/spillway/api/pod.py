@@ -83,6 +83,12 @@ class Checkpoint(Fields):
 
     every_steps: Positive = Field(default=200, description="Steps between two checkpoints.")
     keep: Annotated[Positive, Field(ge=2, le=1000)] = Field(default=2, description="Verified checkpoints to keep.")
+    keep_best: Flag = Field(
+        default=False,
+        exclude_if=lambda given: not given,  # job.json as every version before knows it
+        description="Keep the checkpoint of the lowest evaluation loss, too: one is written after each evaluation that "
+        "lowers it. Needs data.evaluation. `spillway ckpt export --best` exports it.",
+    )
     claim: ClaimName | None = Field(
         default=None,
         description="PersistentVolumeClaim for checkpoints. Default: none; checkpoints are lost with the pod.",

@@ -160,6 +160,17 @@ class LossScale(Fields):
         return self
 
 
+class EarlyStopping(Fields):
+    """An end before the last step."""
+
+    patience: Positive = Field(
+        description="Evaluations in a row without improvement after which training ends; the job is then Complete."
+    )
+    min_delta: Number = Field(
+        default=0.0, description="How far below the lowest evaluation loss so far an improvement must be, at least."
+    )
+
+
 class Training(Fields):
     """How it is trained. The result depends on these fields and on nothing in memory or parallelism."""
 
@@ -185,6 +196,11 @@ class Training(Fields):
     )
     optimizer: Optimizer = Field(default=Optimizer(), description="Optimizer.")
     schedule: Schedule = Field(default=Schedule(), description="Learning rate over the steps.")
+    early_stopping: EarlyStopping | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        description="End training when the evaluation loss no longer falls. Needs data.evaluation. Default: never.",
+    )
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
@@ -195,3 +211,8 @@ class Training(Fields):
             problems.append(("schedule.warmupSteps", f"at most steps ({self.steps})"))
         refuse(problems)
         return self
+
+    def ends_after(self, step: int, evaluations_without_improvement: int) -> bool:
+        """Whether that is the last step, by its number or by early stopping."""
+        stopping = self.early_stopping
+        return step == self.steps or (stopping is not None and evaluations_without_improvement >= stopping.patience)

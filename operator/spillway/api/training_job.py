@@ -11,7 +11,14 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from spillway.api.field_types import LIST_BY_NAME, MAX_MEMBERS, Fields, Flag, Name, StringMap, refuse
-from spillway.api.limits import CHAT_NEEDS_SOURCE, MANAGER, MAX_ENV_BYTES, MAX_NAME_LENGTH, TOKENS_NEED_SOURCE
+from spillway.api.limits import (
+    CHAT_NEEDS_SOURCE,
+    MANAGER,
+    MAX_ENV_BYTES,
+    MAX_NAME_LENGTH,
+    NEEDS_EVALUATION,
+    TOKENS_NEED_SOURCE,
+)
 from spillway.api.memory import Memory, Parallelism, Spill
 from spillway.api.model import Data, Location, Model
 from spillway.api.pod import FIXED_WITHOUT_PLAN, Checkpoint, Lifecycle, Member, Objective, Pod, Scheduling
@@ -74,6 +81,15 @@ class TrainingJobSpec(Fields):
             return self.objective
         return Objective(metric="Loss" if self.data.evaluation is None else "EvaluationLoss")
 
+    @property
+    def uses_evaluation(self) -> list[str]:
+        """Fields below spec that ask what evaluations say, of one model alone."""
+        given = {
+            "training.earlyStopping": self.training.early_stopping,
+            "checkpoint.keepBest": self.checkpoint.keep_best,
+        }
+        return [field for field, value in given.items() if value]
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         problems = []
@@ -103,6 +119,8 @@ class TrainingJobSpec(Fields):
             problems.append(("parallelism.strategy", f"training.optimizer.moments: {blocks}; use Ddp, or bfloat16"))
         if self.memory.mode == "Disabled" and self.pod.resources.memory is not None:
             problems.append(("pod.resources.memory", FIXED_WITHOUT_PLAN))
+        if self.data.evaluation is None:
+            problems += [(field, NEEDS_EVALUATION) for field in self.uses_evaluation]
         if training.loss_scale is not None and not is_float16:
             needless = "model.precision.compute: float16 alone scales the loss; leave it out"
             problems.append(("training.lossScale", needless))

@@ -278,7 +278,8 @@ def _emptydir_bytes(spec: TrainingJobSpec, sizes: Mapping[str, int], text_bytes:
         return SCRATCH_BYTES
     members = named_specs(spec)
     # One more than are kept: the next one is whole before the oldest goes. Each member of a sweep keeps its own.
-    checkpoints = sum((one.checkpoint.keep + 1) * sizes[name] for name, one in members.items())
+    kept = {name: one.checkpoint.keep + one.checkpoint.keep_best for name, one in members.items()}
+    checkpoints = sum((kept[name] + 1) * sizes[name] for name in members)
     return SCRATCH_BYTES + checkpoints + num_corpora(tuple(members.values())) * corpus_bytes(spec, text_bytes)
 
 

@@ -37,6 +37,9 @@ class RunSummary:
     final_loss: float | None
     """None before the first step, NaN if not finite."""
     evaluation_loss: float | None
+    """Of the last evaluation."""
+    lowest_evaluation: tuple[int, float] | None
+    """Step and loss; None without evaluations, and for sweeps."""
     tokens_per_second: float
     """Median of the steps made under the plan."""
     step_seconds: float
@@ -67,6 +70,8 @@ class RunSummary:
             "firstLoss": finite(self.first_loss),
             "finalLoss": finite(self.final_loss),
             "evaluationLoss": finite(self.evaluation_loss),
+            "lowestEvaluationLoss": None if self.lowest_evaluation is None else finite(self.lowest_evaluation[1]),
+            "lowestEvaluationStep": None if self.lowest_evaluation is None else self.lowest_evaluation[0],
             "tokensPerSecond": self.tokens_per_second if self.num_steps else None,
             "stepSeconds": self.step_seconds if self.num_steps else None,
             "predictedStepSeconds": self.prediction.step_seconds,
@@ -100,6 +105,7 @@ def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[StepEvent]) -> R
         first_loss=steps[0].metrics.loss if steps else None,
         final_loss=steps[-1].metrics.loss if steps else None,
         evaluation_loss=log.evaluations[evaluations[-1]].loss if evaluations else None,
+        lowest_evaluation=min(((step, one.loss) for step, one in log.evaluations.items()), key=order, default=None),
         tokens_per_second=median([step.metrics.tokens_per_second for step in measured]),
         step_seconds=median([step.metrics.step_seconds for step in measured]),
         prediction=plan.prediction,
@@ -112,6 +118,12 @@ def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[StepEvent]) -> R
         num_allocator_retries=sum(step.metrics.allocator_retries for step in measured),
         tiers=tuple(tier_use(tier, measured, plan) for tier in Tier if tier in plan.bytes or tier in plan.budget),
     )
+
+
+def order(evaluation: tuple[int, float]) -> tuple[float, int]:
+    """The lowest loss first, of equal ones the earliest, NaN last."""
+    step, loss = evaluation
+    return (math.inf if math.isnan(loss) else loss), step
 
 
 def attempt_spans(starts: Sequence[float], times: Sequence[float]) -> list[tuple[float, float]]:

@@ -28,7 +28,7 @@ from ..machine.local_node import probe
 from ..machine.node_profile import Profiles, own_profile
 from ..record.attempt_ends import Attempt
 from ..record.directory import RunDirectory, create_run_directory, exclusive
-from ..record.log import RunLog
+from ..record.log import RunLog, read_run_log
 from ..record.progress import ProgressReporter
 from ..record.summary import RunSummary, format_loss, summarize
 from ..record.sweep_view import MemberView, best_of, joined, members_json, members_table, steps_made
@@ -106,7 +106,7 @@ def run_in(
         if not job.spec.members:
             local_run.refuse_lost_checkpoints(directory)
         if local_run.is_complete(directory, job):
-            done = "every member has ended" if job.spec.members else f"all {job.spec.training.steps} steps are trained"
+            done = "every member has ended" if job.spec.members else read_run_log(directory.log).ends[-1].message
             console.print(f"{directory.path}: already complete, {done}")
             return finish(directory, job, [], options.format)
         resources = probe(spill[0], further=spill[1:])
@@ -188,6 +188,8 @@ def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt
         result_console().print(summary_table(job, summary, steps_made(members)[1] if members else None))
         if report is not None:
             result_console().print(f"report: {report}")
+    if attempts and exit_code == ExitCode.COMPLETED and job.spec.training.early_stopping:
+        message_console().print(attempts[-1].message)
     if attempts and exit_code != ExitCode.COMPLETED:
         message_console().print(closing_sentence(attempts[-1], summary.num_steps, directory))
     return exit_code
@@ -204,6 +206,7 @@ def of_the_best(summary: RunSummary, members: Sequence[MemberView], logs: Mappin
         first_loss=curve[0].metrics.loss if curve else None,
         final_loss=curve[-1].metrics.loss if curve else None,
         evaluation_loss=None if best is None else best.evaluation_loss,
+        lowest_evaluation=None,
     )
 
 
@@ -241,7 +244,7 @@ def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int | No
         return shown  # without a step there are no other figures
     shown.add_row("loss, first -> final", f"{format_loss(summary.first_loss)} -> {format_loss(summary.final_loss)}")
     if summary.evaluation_loss is not None:
-        shown.add_row("evaluation loss", format_loss(summary.evaluation_loss))
+        shown.add_row("evaluation loss", format_loss(summary.evaluation_loss) + lowest(summary))
     shown.add_row("speed", f"{format_count(summary.tokens_per_second)} tok/s")
     predicted = summary.prediction.step + ("" if summary.prediction.calibrated else ", uncalibrated")
     shown.add_row("step", f"{format_seconds(summary.step_seconds)} (predicted {predicted})")
@@ -258,6 +261,12 @@ def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int | No
         shown.add_row("skipped steps", left_out(summary))
     shown.add_row("time", time_of(summary))
     return shown
+
+
+def lowest(summary: RunSummary) -> str:
+    """For example: , 2.31 at step 300; empty if the last evaluation was the lowest."""
+    step, loss = summary.lowest_evaluation or (0, summary.evaluation_loss)
+    return "" if loss == summary.evaluation_loss else f", lowest {format_loss(loss)} at step {step}"
 
 
 def left_out(summary: RunSummary) -> str:

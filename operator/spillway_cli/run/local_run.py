@@ -36,7 +36,10 @@ from .attempts import StopSignals, Trainer, Watcher, run_attempts
 
 IDENTITY = ("model", "data", "training", "objective")
 """Sections of the spec that a run's numbers depend on; they depend on no other section."""
-MAY_CHANGE = ("spec.training.steps", "spec.training.schedule", "spec.training.optimizer.learningRate")
+MAY_CHANGE = (
+    "spec.training.steps", "spec.training.schedule", "spec.training.optimizer.learningRate",
+    "spec.training.earlyStopping",
+)  # fmt: skip
 """Fields in these sections that affect only later steps; checkpoints record their values. A sweep's members are
 identified by their learning rates, so only the steps may change there, and nothing if halving compares members."""
 RANK_COUNTS = ("spec.parallelism.nodes", "spec.parallelism.devicesPerNode")
@@ -227,7 +230,7 @@ def shown(value: object) -> str:
 
 
 def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
-    """Whether an earlier invocation trained the last step and its checkpoint is intact, or ended every member of a
+    """Whether an earlier invocation trained to the end and its checkpoint is intact, or ended every member of a
     sweep. Raises CheckpointCorrupt when there are checkpoints but none is usable."""
     log = read_run_log(run.log)
     if not log.ends or log.ends[-1].exit_code != 0:
@@ -238,10 +241,11 @@ def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
             name in over and (over[name].state is not MemberState.COMPLETE or over[name].step >= one.training.steps)
             for name, one in named_specs(job.spec).items()
         )
-    if log.ends[-1].step < job.spec.training.steps:
+    training = job.spec.training
+    if log.ends[-1].step < training.steps and training.early_stopping is None:
         return False
     found = checkpoint_directory.choose_resume(run.checkpoints).checkpoint
-    return found is not None and found.manifest.name.step == job.spec.training.steps
+    return found is not None and training.ends_after(found.manifest.name.step, found.manifest.state.best.since)
 
 
 def refuse_lost_checkpoints(run: RunDirectory) -> None:

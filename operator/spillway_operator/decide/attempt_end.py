@@ -103,6 +103,12 @@ def saved_step(pods: Iterable[PodObject]) -> int | None:
     return max((step for step in said if step is not None), default=None)
 
 
+def completed_rank(pods: Iterable[PodObject]) -> Termination | None:
+    """What the first rank of a complete attempt said; None if its pod is gone."""
+    said = (read_termination(pod.ending) for pod in pods if pod.ending is not None and pod.index == 0)
+    return next((each for each in said if each.reason == ExitCode.COMPLETED.reason), None)
+
+
 def read_termination(ending: ContainerEnding) -> Termination:
     """The trainer's message; mostly empty unless it is JSON of a known version and has this exit code."""
     said = json_object(ending.message[:LONGEST_TERMINATION]) or {}

@@ -116,7 +116,8 @@ def at_the_start(before: Progress | None, steps: int) -> Progress:
 
 
 def at_the_end(before: Progress | None, steps: int) -> Progress:
-    """Progress of a complete job: exit code 0 means that the last of `steps` was trained."""
+    """Progress of a complete job: exit code 0 means that the last of `steps` was trained; early stopping may have
+    lowered them."""
     known = before or Progress()
     return known.model_copy(update={"step": steps, "steps": steps, "display": percent(steps, steps), "eta": "0s"})
 

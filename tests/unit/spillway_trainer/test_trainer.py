@@ -516,6 +516,42 @@ def test_evaluation_loss_is_the_mean_over_all_labels_of_a_plain_loop(tmp_path: P
     assert (event["loss"], event["tokens"]) == (float(losses) / labels, labels)
 
 
+class RisingBatches(NumberedBatches):
+    """Of evaluations: these losses, one after the other."""
+
+    def __init__(self, losses: Sequence[float]) -> None:
+        super().__init__()
+        self.losses = iter(losses)
+
+    def evaluation_batches(self, micro_batch_size: int) -> Iterator[Batch]:
+        yield Batch(torch.full((1, 1), next(self.losses)), torch.zeros(1, 1), 1)
+
+
+@pytest.mark.parametrize(
+    ("losses", "settings", "last", "best"),
+    [
+        ((3, 2, 1, 4, 4), {"patience": 2}, 5, 3),
+        ((3, 4, 2, 4, 1), {"patience": 2}, 5, 5),
+        ((3, 3, 3), {"patience": 2}, 3, 1),
+        ((3, math.nan, math.nan), {"patience": 2}, 3, 1),
+        ((4, 3.75, 3.5), {"patience": 2, "min_delta": 0.5}, 3, 3),
+        ((4, 3.75, 3.25, 3.25), {"patience": 1, "min_delta": 0.125}, 4, 3),
+        ((3, 4, 5, 6, 7), {"keeps_best": True}, 5, 1),
+    ],
+)
+def test_training_ends_once_evaluations_no_longer_improve(
+    tmp_path: Path, losses: Sequence[float], settings: dict[str, Any], last: int, best: int
+) -> None:
+    loop = Loop(tmp_path, evaluate_every=1, checkpoint_every=100, **settings)
+    loop.run = replace(loop.run, batches=RisingBatches(losses), model=SumOfTokens())  # type: ignore[arg-type]
+    loop.train()
+    assert (loop.progress.step, loop.progress.best.step) == (last, best)
+    kept = [step for step in range(1, last) if settings.get("keeps_best") and losses[step - 1] == min(losses[:step])]
+    assert loop.checkpoints.steps == [*kept, last]
+    train(loop.run, loop.settings, loop.progress, loop.stop)  # as after a crash
+    assert loop.progress.step == last
+
+
 def test_evaluation_leaves_the_model_in_training_mode(tmp_path: Path) -> None:
     loop = Loop(tmp_path, num_steps=1, evaluate_every=1)
     loop.train()

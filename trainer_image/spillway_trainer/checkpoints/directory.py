@@ -65,6 +65,8 @@ class CheckpointSummary:
     """False: committed by an epoch after it was superseded, so resume ignores it"""
     problem: str
     """Why the manifest cannot be used; empty if it can."""
+    best_step: int = 0
+    """Step of the lowest evaluation loss until then, where the job keeps its checkpoint or stops early; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,17 +248,19 @@ class Epoch:
                 "space or give checkpoints a larger volume"
             ) from error
 
-    def prune(self, keep: int) -> list[CheckpointName]:
+    def prune(self, keep: int, best_step: int = 0) -> list[CheckpointName]:
         """Remove what is no longer needed, and return its names.
 
-        Needed are the newest `keep` of this epoch's checkpoints that verify (at least two) and all after them. As long
-        as there are fewer, nothing is removed; once there are enough, those of earlier epochs go as well.
+        Needed are the newest `keep` of this epoch's checkpoints that verify (at least two), all after them, and the
+        newest of `best_step`. As long as there are fewer, nothing is removed; once there are enough, those of earlier
+        epochs go as well.
         """
         names = names_in(self.directory)
         kept = self._newest_verified((name for name in names if name.epoch == self.number), max(keep, MINIMUM_KEPT))
         if not kept:
             return []
-        doomed = sorted(name for name in names if name < kept[-1])
+        best = max((name for name in names if name.step == best_step), default=None)
+        doomed = sorted(name for name in names if name < kept[-1] and name != best)
         try:
             temporaries = [self._retire(self.directory / str(name)) for name in doomed]
             self.files.sync_directory(self.directory)
@@ -385,8 +389,9 @@ def _summary(directory: Path, name: CheckpointName, in_lineage: bool) -> Checkpo
     parent = None if manifest.parent is None else str(manifest.parent)
     size, schedule = manifest.nbytes, manifest.state.schedule
     return CheckpointSummary(
-        str(name), name.step, name.epoch, parent, size, len(manifest.tensors), modified, schedule, in_lineage, ""
-    )
+        str(name), name.step, name.epoch, parent, size, len(manifest.tensors), modified, schedule, in_lineage, "",
+        manifest.state.best.step,
+    )  # fmt: skip
 
 
 def _refuse_existing(target: Path) -> None:

@@ -5,9 +5,10 @@ docs/checkpoints.md describes the bytes. Torch-free: `spillway ckpt` reads these
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,26 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class BestEvaluation:
+    """The lowest evaluation loss of a run so far."""
+
+    loss: float = math.inf
+    step: int = 0
+    """0: there was none."""
+    since: int = 0
+    """Evaluations since the last improvement."""
+
+    def after(self, step: int, loss: float, min_delta: float) -> BestEvaluation:
+        """With the evaluation after `step`. One that is lower, but by less than `min_delta`, is the best and no
+        improvement; NaN is neither."""
+        since = 0 if loss < self.loss - min_delta else self.since + 1
+        return BestEvaluation(loss, step, since) if loss < self.loss else replace(self, since=since)
+
+
+NO_EVALUATION = BestEvaluation()
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingState:
     """Everything apart from tensors that a run needs to resume as if it had never stopped."""
 
@@ -90,6 +111,8 @@ class TrainingState:
     """spec.training.optimizer.name; AdamW is not written, so that a Spillway without other rules reads it."""
     moments: str = MomentType.FLOAT32.value
     """spec.training.optimizer.moments; float32 is not written, for the same reason."""
+    best: BestEvaluation = NO_EVALUATION
+    """Written only once there is one."""
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self) | {"scalars": {name: value.hex() for name, value in self.scalars.items()}}
@@ -97,12 +120,17 @@ class TrainingState:
             del fields["rule"]
         if self.moments == MomentType.FLOAT32:
             del fields["moments"]
+        fields["best"]["loss"] = self.best.loss.hex()
+        if not self.best.step:
+            del fields["best"]
         return fields
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> TrainingState:
         scalars = {name: float.fromhex(value) for name, value in fields["scalars"].items()}
-        return TrainingState(**{**fields, "scalars": scalars})
+        best = {**fields.get("best", {"loss": "inf"})}
+        best["loss"] = float.fromhex(best["loss"])
+        return TrainingState(**{**fields, "scalars": scalars, "best": BestEvaluation(**best)})
 
 
 @dataclass(frozen=True, slots=True)

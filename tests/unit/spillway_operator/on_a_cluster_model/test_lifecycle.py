@@ -142,6 +142,16 @@ def test_a_job_that_trains_its_last_step_in_the_grace_period_is_complete() -> No
     assert world.status["state"] == "Complete"
 
 
+def test_a_job_that_stopped_early_is_complete_at_that_step() -> None:
+    world = World()
+    world.edit(training={"earlyStopping": {"patience": 3}}, data={"evaluation": {}})
+    rounds(world)
+    world.end_pod(world.pods()[0], 0, termination(0, "stopped early at step 7", step=7))
+    rounds(world)
+    assert [world.status["progress"][name] for name in ("step", "steps", "display")] == [7, 7, "100%"]
+    assert world.condition("Complete")["message"] == "7 steps in 1 attempt; stopped early at step 7"
+
+
 def test_what_ran_while_no_operator_looked_counts_by_what_the_pods_say() -> None:
     world = World(max_restarts=9)
     rounds(world, 1, 0)

@@ -225,6 +225,12 @@ def test_prune_keeps_the_newest_of_its_epoch(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-40.e1", "step-30.e1"]
 
 
+def test_prune_keeps_the_newest_checkpoint_of_the_best_step(tmp_path: Path) -> None:
+    epoch = history(tmp_path, (1, (10, 20)), (2, (10, 20, 30, 40)))
+    epoch.prune(2, best_step=10)
+    assert names(tmp_path) == ["step-40.e2", "step-30.e2", "step-10.e2"]
+
+
 def test_prune_never_keeps_fewer_than_two(tmp_path: Path) -> None:
     epoch = history(tmp_path, (1, (10, 20, 30)))
     epoch.prune(0)

@@ -72,7 +72,7 @@ class States:
 def checkpoints_in(directory: Path, files: DurableFiles, memory_bytes: int, number: int = 1) -> tuple[Any, States]:
     """What commits to `directory`, and the states that it takes."""
     states, nothing = States(), SimpleNamespace()
-    job: Any = SimpleNamespace(spec=SimpleNamespace(checkpoint=SimpleNamespace(keep=10)))
+    job: Any = SimpleNamespace(spec=SimpleNamespace(checkpoint=SimpleNamespace(keep=10, keep_best=False)))
     made: Any = RunCheckpoints(job, Epoch.start(directory, number, files), states, *[nothing] * 3, ONE_RANK, nothing)  # type: ignore[arg-type]
     made.memory = torch.empty(memory_bytes, dtype=torch.uint8)
     return made, states
