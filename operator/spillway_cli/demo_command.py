@@ -153,7 +153,7 @@ def train(job: TrainingJob, path: Path, corpus: Path, console: Console, kill: bo
     local = LocalJob(job, {}, corpus, (directory.path,))
     files = local_run.local_files(directory, local, plan, min(resources.cores, MOST_THREADS), earlier=None)
     reporter = KillOnce if kill else ProgressReporter
-    with exclusive(directory) as lock, reporter(console, job.spec.training.steps, plan.budget) as progress:
+    with exclusive(directory) as lock, reporter(console, job.spec.training.num_steps, plan.budget) as progress:
         attempts = local_run.train(LocalLadder(files, planned, refuse), progress, lock, max_restarts=1)
     last = attempts[-1]
     if last.exit_code != ExitCode.COMPLETED:

@@ -109,6 +109,9 @@ class _Maker:
             spec["training"]["earlyStopping"] = {"patience": self._one_of(*COUNTS[1:])}
             self._maybe(spec["training"]["earlyStopping"], "minDelta", OFTEN, *NUMBERS)
             self._maybe(spec.setdefault("checkpoint", {}), "keepBest", OFTEN, True, False)
+            if self._often(SOMETIMES):
+                del spec["training"]["steps"]
+                spec["training"]["epochs"] = self._one_of(1, 3, 10**6)
         return spec
 
     # what is trained

@@ -55,7 +55,7 @@ def loss_scale(spec: TrainingJobSpec) -> LossScaler:
 
 
 def learning_rate(spec: TrainingJobSpec) -> LearningRate:
-    schedule, steps = spec.training.schedule, spec.training.steps
+    schedule, steps = spec.training.schedule, spec.training.num_steps
     return LearningRate(
         name=schedule.name,
         peak=spec.training.optimizer.learning_rate,
@@ -106,7 +106,7 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
 def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan, further_evaluations: Collection[int] = ()) -> LoopSettings:
     evaluation, stopping = spec.data.evaluation, spec.training.early_stopping
     return LoopSettings(
-        num_steps=spec.training.steps,
+        num_steps=spec.training.num_steps,
         micro_batch_size=plan.micro_batch_size,
         num_micro_batches=plan.num_micro_batches,
         gradient_clipping=spec.training.gradient_clipping or None,

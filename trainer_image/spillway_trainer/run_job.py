@@ -79,12 +79,12 @@ def run_job(
         ranks.agree("job.json", digest(job.model_dump_json()))
         ranks.agree("plan.json", digest(plan.model_dump_json()))
         ranks.agree("model", digest(json.dumps(model.description)))
-        run_ranks(job, usable, model, recorder, progress, stop, ranks, device)
-    return ending_sentence(job, progress)
+        steps = run_ranks(job, usable, model, recorder, progress, stop, ranks, device)
+    return ending_sentence(progress, steps)
 
 
-def ending_sentence(job: JobFile, progress: RunProgress) -> str:
-    best, steps = progress.best, job.spec.training.steps
+def ending_sentence(progress: RunProgress, steps: int) -> str:
+    best = progress.best
     if progress.step == steps:
         return f"trained to step {steps}"
     return (
@@ -102,14 +102,22 @@ def run_ranks(
     stop: StopRequest,
     ranks: Ranks,
     device: torch.device,
-) -> None:
-    """What `run_job` does once all ranks are there. `model` has no memory yet."""
+) -> int:
+    """What `run_job` does once all ranks are there. `model` has no memory yet. Returns how many steps were asked
+    for."""
     epoch = ranks.first("start of the epoch", lambda: start_epoch(job))
     builds_corpus = not has_corpus(Path(job.corpus_directory))
     corpus = prepared_corpus(job, model, ranks, recorder)
     room = room_for_more_text(sources_of(job)[0].nbytes) if builds_corpus and job.spec.data.builtin is None else 0
     built_in_bytes = peak_of_building(Path(job.corpus_directory), room, is_new=builds_corpus)
     batches = make_batches(job, corpus, model.objective)
+    epochs, training = job.spec.training.epochs, job.spec.training.in_steps(batches.num_sequences)
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
+    if epochs is not None:
+        say(
+            recorder,
+            f"{epochs} epoch{'s' * (epochs > 1)} of {batches.num_sequences:,} sequences: {training.steps:,} steps",
+        )
     if ranks.world.is_first:
         say(recorder, batches.cut)
         say(recorder, batches.evaluated)
@@ -124,10 +132,15 @@ def run_ranks(
             checkpoints.memory = HostSlab(plan.snapshot_bytes).memory.zero_()  # resident from the start, as planned
         recorder.preparing(checkpoints.origin)
         checkpoints.resume(progress)
+        if progress.step > training.num_steps:
+            raise UserError(
+                f"spec.training.epochs is {epochs}, or {training.num_steps} steps, but {progress.step} are trained: "
+                "raise it"
+            )
         exporter = Exporter(
             job.name,
             ranks.world.rank,
-            job.spec.training.steps,
+            job.spec.training.num_steps,
             plan,
             assembly.io_backend(),
             assembly.spill_faults,
@@ -143,6 +156,7 @@ def run_ranks(
             job=job.name,
             epoch=job.epoch,
             resumed_from_step=progress.step,
+            steps=training.num_steps,
             isa=native.isa(),
             io_backend=assembly.io_backend(),
             parameters=sum(shape.numel() for shape in assembly.parameter_shapes().values()),
@@ -160,6 +174,7 @@ def run_ranks(
         run = run_of(plan, checkpoints, recorder, device)
         with settled_objects():
             train(run, config.loop_settings(job.spec, plan), progress, stop)
+    return training.num_steps
 
 
 def run_of(plan: MemoryPlan, checkpoints: RunCheckpoints, recorder: Recorder, device: torch.device) -> Run:

@@ -38,6 +38,7 @@ from spillway.api.limits import (
     MAX_ENV_BYTES,
     MAX_NAME_LENGTH,
     MAX_RANKS,
+    MEMBERS_HAVE_STEPS,
     MIN_TEXT_VOCABULARY,
     NEEDS_EVALUATION,
     NOT_OF_MEMBERS,
@@ -186,6 +187,7 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
      TEXT_EVALUATES_NO_CHAT),
     ("has(self.training.earlyStopping) && !has(self.data.evaluation)", ".training.earlyStopping", NEEDS_EVALUATION),
     ("self.checkpoint.keepBest && !has(self.data.evaluation)", ".checkpoint.keepBest", NEEDS_EVALUATION),
+    (f"{_MEMBERS} && has(self.training.epochs)", ".training.epochs", MEMBERS_HAVE_STEPS),
     (f"{_MEMBERS} && has(self.training.earlyStopping)", ".training.earlyStopping", NOT_OF_MEMBERS),
     (f"{_MEMBERS} && self.members.exists(one, has(one.training.earlyStopping))", ".members", NOT_OF_MEMBERS),
     (f"{_MEMBERS} && self.checkpoint.keepBest", ".checkpoint.keepBest", NOT_OF_MEMBERS),
@@ -349,12 +351,13 @@ JOB_RULES: dict[str, list[Schema]] = {
     "spec.training": [
         _immutable("training", Training),
         _rule(
-            "self.schedule.warmupSteps <= self.steps",
+            "!has(self.steps) || self.schedule.warmupSteps <= self.steps",
             "warmupSteps must be at most training.steps",
             "%d must be at most training.steps (%d)",
             "self.schedule.warmupSteps, self.steps",
             ".schedule.warmupSteps",
         ),
+        _one_of("steps", "epochs"),
     ],
     "spec.training.schedule": [
         _rule("!has(self.warmupRatio) || self.warmupSteps == 0", ONE_WARM_UP, at=".warmupRatio"),

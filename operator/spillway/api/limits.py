@@ -14,6 +14,7 @@ CHAT_NEEDS_SOURCE = "needs model.source: a model whose directory has a tokenizer
 TOKENS_NEED_SOURCE = "needs model.source: a model whose directory has the tokenizer that made the tokens"
 NEEDS_EVALUATION = "needs data.evaluation, which measures the evaluation loss"
 NOT_OF_MEMBERS = "works for one model, and this job has members: leave it out; objective.halving stops members"
+MEMBERS_HAVE_STEPS = "members take turns by steps: give steps"
 MAX_NAME_LENGTH = 52
 """Pod host names, <name>-<attempt>-<index>, must fit 63 characters."""
 MAX_RANKS = 1024

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from spillway.api.job_file import JobFile
-from spillway.api.limits import NOT_OF_MEMBERS
+from spillway.api.limits import MEMBERS_HAVE_STEPS, NOT_OF_MEMBERS
 from spillway.api.manifest import shown, validate
 from spillway.api.pod import Member
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
@@ -103,6 +103,8 @@ def _sweep(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     if reserve := spec.memory.advanced.activations.host_reserve:
         fixed = "plans of members are not corrected while they run; leave it out"
         yield FieldProblem("spec.memory.advanced.activations.hostReserve", format_quantity(reserve), fixed)
+    if spec.training.epochs is not None:
+        yield FieldProblem("spec.training.epochs", str(spec.training.epochs), MEMBERS_HAVE_STEPS)
     for field in spec.uses_evaluation:
         yield FieldProblem(f"spec.{field}", "{...}" if field.startswith("training") else "true", NOT_OF_MEMBERS)
     if objective is not None and objective.metric == "EvaluationLoss" and spec.data.evaluation is None:

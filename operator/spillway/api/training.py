@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from spillway.api.field_types import Count, Epsilon, Fields, Fraction, Name, Number, Positive, refuse
+from spillway.api.field_types import Count, Epsilon, Fields, Fraction, Name, Number, Positive, exactly_one, refuse
 from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
 
 
@@ -109,6 +109,7 @@ class Optimizer(Fields):
         return self
 
 
+MOST_STEPS = 10**12
 ONE_WARM_UP = "warmupSteps says it already; give one of the two"
 
 
@@ -120,7 +121,7 @@ class Schedule(Fields):
     warmup_ratio: Fraction | None = Field(
         default=None,
         exclude_if=lambda given: given is None,
-        description="The same as a share of training.steps, rounded up. Default: warmupSteps decides.",
+        description="The same as a share of all steps, rounded up. Default: warmupSteps decides.",
     )
     final_fraction: Fraction = Field(
         default=0.1, description="Learning rate of the last step as a fraction of the peak; Constant ignores it."
@@ -174,7 +175,12 @@ class EarlyStopping(Fields):
 class Training(Fields):
     """How it is trained. The result depends on these fields and on nothing in memory or parallelism."""
 
-    steps: Positive = Field(description="Optimizer steps to train.")
+    steps: Positive | None = Field(default=None, description="Optimizer steps to train; or epochs.")
+    epochs: Annotated[Positive, Field(le=1_000_000)] | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        description="Instead of steps: how often each sequence is trained on. The last step may begin another epoch.",
+    )
     sequence_length: Annotated[Positive, Field(ge=2, le=1 << 24)] = Field(description="Tokens per sequence.")
     global_batch_size: Annotated[Positive, Field(le=1 << 24)] = Field(
         description="Sequences per optimizer step, over all devices and micro-batches."
@@ -204,15 +210,27 @@ class Training(Fields):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
-        problems = []
+        problems = exactly_one(self, ("steps", "epochs"))
         if self.global_batch_size % self.micro_batch_size:
             problems.append(("globalBatchSize", f"must be a multiple of microBatchSize ({self.micro_batch_size})"))
-        if self.schedule.warmup_steps > self.steps:
+        if self.steps is not None and self.schedule.warmup_steps > self.steps:
             problems.append(("schedule.warmupSteps", f"at most steps ({self.steps})"))
         refuse(problems)
         return self
 
-    def ends_after(self, step: int, evaluations_without_improvement: int) -> bool:
-        """Whether that is the last step, by its number or by early stopping."""
+    @property
+    def num_steps(self) -> int:
+        """Steps to train. More than any job makes where the data decides, and the trainer has not counted yet."""
+        return MOST_STEPS if self.steps is None else self.steps
+
+    def in_steps(self, num_sequences: int) -> Training:
+        """The same with steps instead of epochs, of data with so many sequences to train on."""
+        if self.epochs is None:
+            return self
+        steps = -(-self.epochs * num_sequences // self.global_batch_size)
+        return self.model_copy(update={"steps": steps, "epochs": None})
+
+    def ends_after(self, step: int, num_steps: int, evaluations_without_improvement: int) -> bool:
+        """Whether that is the last of `num_steps`, or where early stopping ends."""
         stopping = self.early_stopping
-        return step == self.steps or (stopping is not None and evaluations_without_improvement >= stopping.patience)
+        return step == num_steps or (stopping is not None and evaluations_without_improvement >= stopping.patience)

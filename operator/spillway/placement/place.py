@@ -642,7 +642,7 @@ def _too_large(job: TrainingJob, group: _NodeClass, pod: PodResources) -> str:
 def _best(choices: Sequence[_Choice], spec: TrainingJobSpec, held: Sequence[HeldDevices]) -> tuple[_Choice, str]:
     """The class on which the job ends first, waiting included; of those within 1 % the one that keeps most on the
     device. One that can carry all pods at once goes before one that cannot. And a sentence where waiting decided."""
-    num_nodes, steps = spec.parallelism.nodes, sum(one.training.steps for one in solo_specs(spec))
+    num_nodes, steps = spec.parallelism.nodes, sum(one.training.num_steps for one in solo_specs(spec))
     able = [choice for choice in choices if choice.num_pods >= num_nodes] or list(choices)
     waits = [_wait_seconds(choice, num_nodes, held) for choice in able]
     if min(waits) == math.inf:  # nobody knows when any of them is free

@@ -197,7 +197,7 @@ def timed(question: Question, candidate: Candidate) -> Timed:
         candidate.blocks,
         candidate.streaming,
         overlapped=candidate.window_bytes > 0,
-        steps=question.job.spec.training.steps,
+        steps=question.job.spec.training.num_steps,
         drives=question.drives,
     )
     limit = question.most_writes_per_day
@@ -359,7 +359,7 @@ class CandidateGroup:
 
     @cached_property
     def _steps(self) -> int:
-        return self.question.job.spec.training.steps
+        return self.question.job.spec.training.num_steps
 
     def surely_wears_out(self, written_bytes: float, within: float) -> bool:
         return self.least_worn_share(written_bytes, within) > 1.0 + ROUNDING

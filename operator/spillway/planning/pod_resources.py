@@ -234,7 +234,7 @@ def checkpoint_bytes(spec: TrainingJobSpec, device: str, shape: ModelShape | Non
 def with_snapshot(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryPlan:
     """The plan of one model with memory for a copy of the states, where the host budget has room for it after
     everything else. Adds a reason where a job that takes checkpoints on its way has none."""
-    if plan.mode != "Auto" or spec.checkpoint.every_steps >= spec.training.steps:
+    if plan.mode != "Auto" or spec.checkpoint.every_steps >= spec.training.num_steps:
         return plan
     needed = padded(plan.checkpoint_bytes + SNAPSHOT_SLACK_BYTES)
     lacking = needed - (plan.budget[Tier.HOST] - plan.slab_bytes(Tier.HOST))

@@ -56,7 +56,7 @@ def plan_sweep(
                 name=name,
                 plan=plan.model_copy(update={"job": one.metadata.name, "alternatives": ()}),
                 parked_bytes=parked[name],
-                num_steps=one.spec.training.steps,
+                num_steps=one.spec.training.num_steps,
                 parking_seconds=_parking_seconds(parked[name], shapes[name].num_tensors, node) if reserved else 0.0,
                 base=base,
                 num_attached=1 if together is None else together.num_attached,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spillway.api.progress import MemberState
+from spillway.api.training import Training
 from spillway.errors import ExitCode
 from spillway.metrics import StepMetrics
 
@@ -42,6 +43,8 @@ class Start:
     """0 for a sweep: its members differ."""
     passed_over: tuple[str, ...] = ()
     """Problems of the newer checkpoints that were skipped at resume."""
+    steps: int = 0
+    """Steps to train, all attempts together; 0: unknown, as in a sweep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,10 @@ class RunLog:
         """The steps in order."""
         return [self.steps[step] for step in sorted(self.steps)]
 
+    def steps_planned(self, training: Training) -> int:
+        """Of a run that is no sweep; 0: it trains by epochs, and no attempt has counted them yet."""
+        return training.steps or (self.starts[-1].steps if self.starts else 0)
+
     @property
     def num_restarts(self) -> int:
         """Attempts that follow a failed or killed one. After an attempt that was stopped on request or completed, the
@@ -261,6 +268,7 @@ def start(time: float, _: int, fields: dict[str, Any]) -> Start:
         io_backend,
         int(fields["parameters"]),
         tuple(map(str, fields.get("passed_over", ()))),
+        int(fields.get("steps", 0)),
     )
 
 

@@ -193,6 +193,8 @@ class ProgressReporter:
             case Preparing():
                 self._doing(event.doing)
             case Start():
+                self._num_steps = event.steps or self._num_steps
+                self._interval, self._remaining = logging_interval(self._num_steps), RemainingTime(self._num_steps)
                 if self._bar is not None:
                     self._bar.update(self._task, total=self._num_steps, completed=event.resumed_from_step)
                 self._doing(f"training {format_count(event.parameters)} parameters")

@@ -127,7 +127,7 @@ def run_in(
         refuse(plan)
         files = local_run.local_files(directory, local, plan, resources.cores, earlier)
         max_restarts = job.spec.lifecycle.max_restarts if options.max_restarts is None else options.max_restarts
-        with ProgressReporter(console, job.spec.training.steps, plan.budget) as progress:
+        with ProgressReporter(console, job.spec.training.num_steps, plan.budget) as progress:
             ladder = LocalLadder(files, planned, refuse, list(failures))
             attempts = local_run.train(ladder, progress, lock, max_restarts)
         return finish(directory, job, attempts, options.format)
@@ -181,11 +181,13 @@ def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt
     summary = of_the_best(summarize(joined(record.log, logs), record.plan, record.measured), members, logs)
     report = report_if_possible(record, directory.report)
     if output is Format.JSON:
-        print_json({**as_json(directory, job, attempts, summary, report), **sweep_json(members)})
+        planned = record.log.steps_planned(job.spec.training)
+        print_json({**as_json(directory, job, attempts, summary, report, planned), **sweep_json(members)})
     else:
         if members:
             result_console().print(members_table(members))
-        result_console().print(summary_table(job, summary, steps_made(members)[1] if members else None))
+        planned = steps_made(members)[1] if members else record.log.steps_planned(job.spec.training)
+        result_console().print(summary_table(job, summary, planned))
         if report is not None:
             result_console().print(f"report: {report}")
     if attempts and exit_code == ExitCode.COMPLETED and job.spec.training.early_stopping:
@@ -236,10 +238,10 @@ def closing_sentence(last: Attempt, num_steps: int, directory: RunDirectory) -> 
     return f"ended: {last.reason}: {message}. Log: {log}."
 
 
-def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int | None = None) -> object:
-    """The summary as a table. `steps_planned`: of all members of a sweep; None for other runs."""
+def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int) -> object:
+    """The summary as a table. `steps_planned`: of all members of a sweep together; 0: unknown."""
     shown = table("", job.metadata.name)
-    shown.add_row("steps", f"{summary.num_steps} of {steps_planned or job.spec.training.steps}")
+    shown.add_row("steps", f"{summary.num_steps} of {steps_planned or 'an unknown number'}")
     if summary.num_steps == 0:
         return shown  # without a step there are no other figures
     shown.add_row("loss, first -> final", f"{format_loss(summary.first_loss)} -> {format_loss(summary.final_loss)}")
@@ -286,7 +288,12 @@ def time_of(summary: RunSummary) -> str:
 
 
 def as_json(
-    directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt], summary: RunSummary, report: Path | None
+    directory: RunDirectory,
+    job: TrainingJob,
+    attempts: Sequence[Attempt],
+    summary: RunSummary,
+    report: Path | None,
+    steps_planned: int,
 ) -> dict[str, object]:
     """The document of `-o json` (docs/cli.md)."""
     last = attempts[-1] if attempts else None
@@ -296,7 +303,7 @@ def as_json(
         "exitCode": int(last.exit_code) if last else 0,
         "reason": last.reason if last else ExitCode.COMPLETED.reason,
         "message": last.message if last else "already complete",
-        "stepsPlanned": job.spec.training.steps,
+        "stepsPlanned": steps_planned or None,
         **summary.as_json(),
         "attempts": [
             {"epoch": one.epoch, "exitCode": int(one.exit_code), "reason": one.reason, "message": one.message}

@@ -37,7 +37,7 @@ from .attempts import StopSignals, Trainer, Watcher, run_attempts
 IDENTITY = ("model", "data", "training", "objective")
 """Sections of the spec that a run's numbers depend on; they depend on no other section."""
 MAY_CHANGE = (
-    "spec.training.steps", "spec.training.schedule", "spec.training.optimizer.learningRate",
+    "spec.training.steps", "spec.training.epochs", "spec.training.schedule", "spec.training.optimizer.learningRate",
     "spec.training.earlyStopping",
 )  # fmt: skip
 """Fields in these sections that affect only later steps; checkpoints record their values. A sweep's members are
@@ -176,7 +176,7 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
     wrong += [
         f"spec.training.steps{f' of member {name}' if name else ''} is {steps}, but {trained[name]} are trained"
         for name, one in named_specs(job.spec).items()
-        if (steps := one.training.steps) < trained.get(name, 0)
+        if (steps := one.training.num_steps) < trained.get(name, 0)
     ]
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong)
@@ -238,14 +238,17 @@ def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
     if job.spec.members:
         over = {name: one for name, one in log.members.items() if one.state.is_over}
         return all(
-            name in over and (over[name].state is not MemberState.COMPLETE or over[name].step >= one.training.steps)
+            name in over and (over[name].state is not MemberState.COMPLETE or over[name].step >= one.training.num_steps)
             for name, one in named_specs(job.spec).items()
         )
-    training = job.spec.training
-    if log.ends[-1].step < training.steps and training.early_stopping is None:
+    training, steps = job.spec.training, log.steps_planned(job.spec.training)
+    earlier = read_job_file(run.job_file)
+    if earlier is None or earlier.spec.training.epochs != training.epochs:
+        return False
+    if log.ends[-1].step < steps and training.early_stopping is None:
         return False
     found = checkpoint_directory.choose_resume(run.checkpoints).checkpoint
-    return found is not None and training.ends_after(found.manifest.name.step, found.manifest.state.best.since)
+    return found is not None and training.ends_after(found.manifest.name.step, steps, found.manifest.state.best.since)
 
 
 def refuse_lost_checkpoints(run: RunDirectory) -> None:

@@ -166,11 +166,14 @@ class RunSource:
     def look(self) -> RunView:
         """The current state. Raises UserError when job.json or plan.json are of another version."""
         job, plan = self._job.read(self.run.job_file), self._plan.read(self.run.plan_file)
-        steps = self._steps if job is None else job.spec.training.steps
-        if self._follower.was_replaced() or steps != self._steps:
-            self._steps = steps
+        if self._follower.was_replaced():
             self._begin()
         self._take_in()
+        steps = self._steps if job is None else self._follower.log.steps_planned(job.spec.training)
+        if steps != self._steps:
+            self._steps = steps
+            self._begin()
+            self._take_in()
         log = self._follower.log
         life = life_of(self.run, log)
         if not life.is_taken:

@@ -52,7 +52,8 @@ class Case:
 
     @property
     def steps(self) -> int:
-        return num_steps(self.spec)
+        """As the spec or, of a job that trains by epochs, its trainer says; 0: unknown yet."""
+        return num_steps(self.spec) or (self.status.progress.steps if self.status.progress is not None else 0)
 
     @property
     def is_corrected(self) -> bool:
@@ -141,7 +142,7 @@ class Case:
 
 
 def num_steps(spec: dict[str, Any]) -> int:
-    """Steps of the job; for a sweep those of all members, unless successive halving stops some."""
+    """Steps of the job; for a sweep those of all members, unless successive halving stops some. 0: it has epochs."""
     own = whole(given(spec, "training.steps"), 0)
     of_members = [whole(given(member, "training.steps"), own) for member in _members(spec)]
     return min(sum(of_members) if of_members else own, MAX_COUNT)

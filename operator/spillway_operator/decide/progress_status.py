@@ -85,7 +85,7 @@ def _with_report(
         return replace(before, progress=_of_a_stranger(before.progress, report, steps, time))
     known = tuple(_member(one) for one in own.members if one.name in members)
     return ReportedStatus(
-        progress=_progress(before.progress, own, report, own.steps if known else steps, time),
+        progress=_progress(before.progress, own, report, steps if steps and not known else own.steps, time),
         memory=_memory(before.memory, own),
         checkpoint=_checkpoint(before.checkpoint, own, attempt),
         members=known or before.members,

@@ -45,7 +45,7 @@ from . import gangs, manifests
 from .acceptance import Refusal, accept, changed_fields, given
 from .answer import NOT_SUSPENDED, PATIENCE_SECONDS, give_up, none_lives, patience, write
 from .attempt_end import Cause, cause_of_end, completed_rank, saved_step
-from .case import Case, is_over, known_seconds, seconds_of, whole
+from .case import Case, is_over, known_seconds, num_steps, seconds_of, whole
 from .conditions import Finding, false, true, unknown
 from .contracts import memory_failure, memory_failures, missing, newest_contract, not_read, read_files
 from .deadlines import (
@@ -341,7 +341,7 @@ def _after_the_end(case: Case) -> Desired:
 
 
 def _completed(case: Case, attempt: AttemptObject) -> Desired:
-    may_stop_early = given(case.spec, "training.earlyStopping") is not None
+    may_stop_early = given(case.spec, "training.earlyStopping") is not None or not num_steps(case.spec)
     needs = missing(case, "pods") if may_stop_early else frozenset()
     if needs:
         return Desired(needs=needs)
@@ -351,7 +351,7 @@ def _completed(case: Case, attempt: AttemptObject) -> Desired:
     steps = known.steps if case.status.members and known is not None else case.steps
     said = completed_rank(case.observed.pods or ()) if may_stop_early else None
     if said is not None and said.step:
-        steps = min(said.step, steps)
+        steps = min(said.step, steps or said.step)
     case = case.changed(progress=at_the_end(known, steps), completion_time=case.now)
     trained = f"{steps} steps in {total} attempt{'s' if total > 1 else ''}"
     if said is not None and steps < case.steps:

@@ -59,8 +59,12 @@ def _held(job: JobObject) -> HeldDevices | None:
 
 
 def _seconds_left(spec: dict[str, Any], plan: PlanStatus, progress: Progress) -> float | None:
-    """Remaining time at the reported rate, else at the planned one."""
-    left = max(0, (progress.steps or num_steps(spec)) - progress.step)
+    """Remaining time at the reported rate, else at the planned one; None if it is unknown, as long as a job by epochs
+    has not said how many steps they are."""
+    steps = progress.steps or num_steps(spec)
+    if not steps:
+        return None
+    left = max(0, steps - progress.step)
     tokens = whole(given(spec, "training.globalBatchSize"), 0) * whole(given(spec, "training.sequenceLength"), 0)
     rate = _number(progress.tokens_per_second)
     seconds = tokens / rate if rate and tokens else _number(plan.step_seconds)

@@ -118,7 +118,7 @@ def _check_steps(job: JobFile, foreign: Foreign) -> None:
             f"{foreign.path}: {foreign.num_steps} steps of the run and {foreign.num_updates} updates of its optimizer; "
             "these files are of two checkpoints"
         )
-    if foreign.num_steps >= job.spec.training.steps:
+    if foreign.num_steps >= job.spec.training.num_steps:
         raise UserError(
             f"{foreign.path}: {foreign.num_steps} steps are trained there, spec.training.steps is "
             f"{job.spec.training.steps}; no steps would be left to train: raise it"

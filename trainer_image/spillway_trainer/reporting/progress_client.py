@@ -138,13 +138,13 @@ class Figures:
 
     def steps(self, job: JobFile) -> tuple[int, int]:
         """Made, and asked for; of all members together where there are some."""
-        return steps_of(self.members) if self.members else (self.step, job.spec.training.steps)
+        return steps_of(self.members) if self.members else (self.step, job.spec.training.num_steps)
 
     def steps_left(self, job: JobFile) -> float:
         """Of all members as many as rounds to come will leave of them."""
         if self.members:
             return sum(steps_ahead(self.members, job.spec.compared_by.halving).values())
-        return max(0, job.spec.training.steps - self.step)
+        return max(0, job.spec.training.num_steps - self.step)
 
 
 class ProgressClient:
@@ -380,7 +380,7 @@ def pod_memory(figures: Figures, job: JobFile, peak_bytes: int) -> PodMemory:
 def saw_a_whole_run(figures: Figures, job: JobFile) -> bool:
     """Whether the pod has done all that takes memory, and will do no more: it made the second half of the steps at
     least and the last of them, committed that one's checkpoint, and evaluated where the job does."""
-    steps = job.spec.training.steps
+    steps = job.spec.training.num_steps
     evaluated = job.spec.data.evaluation is None or figures.evaluation_loss is not None
     ended = figures.checkpoint is not None and figures.checkpoint[0] == steps
     return bool(figures.built_in_bytes) and 2 * figures.first_step <= steps and evaluated and ended

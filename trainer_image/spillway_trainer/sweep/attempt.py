@@ -109,7 +109,7 @@ class MemberRun:
 
 def contenders(job: JobFile) -> list[Contender]:
     """All members in their order."""
-    return [Contender(one.name, member_spec(job.spec, one).training.steps) for one in job.spec.members]
+    return [Contender(one.name, member_spec(job.spec, one).training.num_steps) for one in job.spec.members]
 
 
 def open_sweep_recorder(job: JobFile) -> SweepRecorder:
@@ -176,7 +176,7 @@ class Sweep:
 
     def run(self) -> str:
         self._begin()
-        exporter = Exporter(self.job.name, 0, self.job.spec.training.steps, self.plan, "none")
+        exporter = Exporter(self.job.name, 0, self.job.spec.training.num_steps, self.plan, "none")
         serve_metrics(exporter, self.job)
         environment = operators_environment(ONE_RANK)
         with reporting(environment, self.job, self.plan, self.progress.step, report) as client:
@@ -230,7 +230,7 @@ class Sweep:
         plan = member_plan(self.plan, planned)
         own = Recorder(output / "run.jsonl")
         epoch = start_epoch(job)
-        rounds = round_steps(self.objective.halving, job.spec.training.steps)
+        rounds = round_steps(self.objective.halving, job.spec.training.num_steps)
         compares = rounds if self.objective.metric == "EvaluationLoss" else ()
         settings = config.loop_settings(job.spec, plan, further_evaluations=compares)
         member = MemberRun(

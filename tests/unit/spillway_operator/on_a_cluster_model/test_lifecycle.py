@@ -152,6 +152,19 @@ def test_a_job_that_stopped_early_is_complete_at_that_step() -> None:
     assert world.condition("Complete")["message"] == "7 steps in 1 attempt; stopped early at step 7"
 
 
+def test_a_job_by_epochs_has_as_many_steps_as_its_trainer_says() -> None:
+    world = World()
+    world.edit(training={"epochs": 2, "steps": None})
+    rounds(world)
+    world.report(40)
+    rounds(world)
+    assert [world.status["progress"][name] for name in ("step", "steps", "display")] == [40, 100, "40%"]
+    world.end_pod(world.pods()[0], 0, termination(0, "trained to step 100", step=100))
+    rounds(world)
+    assert world.condition("Complete")["message"] == "100 steps in 1 attempt"
+    assert world.status["progress"]["step"] == 100
+
+
 def test_what_ran_while_no_operator_looked_counts_by_what_the_pods_say() -> None:
     world = World(max_restarts=9)
     rounds(world, 1, 0)
