@@ -21,7 +21,6 @@ from spillway.extras import need
 from spillway.units import format_bytes
 from spillway_trainer.checkpoints import directory as checkpoint_directory
 from spillway_trainer.checkpoints.directory import CheckpointSummary
-from spillway_trainer.checkpoints.durable_files import describe_file
 from spillway_trainer.checkpoints.manifest import open_checkpoint
 
 from .console import Format, message_console, print_json, result_console, table
@@ -62,7 +61,7 @@ class SavedRun:
     """Empty unless the run is a sweep."""
     checkpoints: Path
     places: Sequence[Path]
-    """The tokenizer is in a corpus* directory of one of these."""
+    """The tokenizer is in a corpus* directory of one of these, or near the checkpoints."""
     spec: TrainingJobSpec | None
     """The run's or member's; None for a bare directory of checkpoints."""
 
@@ -100,8 +99,7 @@ def saved_by(path: Path, member: str | None = None) -> list[SavedRun]:
     is_bare = any(path.glob("epoch-*.json")) or any(path.glob(f"{MEMBERS_DIRECTORY}/*/epoch-*.json"))
     run = RunDirectory(path.resolve()) if is_bare else existing_run(path)
     checkpoints, job = (run.path, None) if is_bare else (run.checkpoints, read_job_file(run.job_file))
-    # a corpus may lie outside the run; a member's checkpoints are three levels below its sweep's
-    places = [run.path, *run.path.parents[:3]] if job is None else [Path(job.corpus_directory).parent]
+    places = [] if job is None else [Path(job.corpus_directory).parent]  # which may lie outside the run
     begun = sorted(one.name for one in (checkpoints / MEMBERS_DIRECTORY).glob("*") if one.is_dir())
     specs = {} if job is None else named_specs(job.spec)
     if member is not None and member not in begun:
@@ -130,16 +128,6 @@ def to_export(options: ExportOptions) -> tuple[SavedRun, str]:
     evaluated = sum(one.objective is not None for one in log.members.values())
     rank = f"the best of {evaluated}{'' if evaluated == len(log.sweep.members) else ' evaluated so far'}"
     return saved_by(options.run, name)[0], f"member {name}, {rank} by {metric} {value}: "
-
-
-def tokenizer_of(checkpoint: Path, saved: SavedRun) -> Path:
-    """The tokenizer.json that the checkpoint was trained with. Raises UserError when it is not found."""
-    wanted = open_checkpoint(checkpoint).manifest.state.tokenizer_xxh3
-    for file in (file for place in saved.places for file in place.glob("corpus*/tokenizer.json")):
-        if describe_file(file).xxh3_128 == wanted:
-            return file
-    looked = ", ".join(str(place / "corpus*") for place in saved.places)
-    raise UserError(f"{checkpoint}: its tokenizer.json was not found in {looked}; restore the corpus it was trained on")
 
 
 def ls(run_path: Path, output: Format, member: str | None = None) -> int:
@@ -220,8 +208,9 @@ def export_weights(options: ExportOptions, saved: SavedRun, checkpoint: Path) ->
     from spillway_trainer.interchange import export as exporter  # noqa: PLC0415 - imports torch
 
     dtype = options.dtype or ExportDtype.BFLOAT16
+    tokenizer = checkpoint_directory.tokenizer_of(open_checkpoint(checkpoint), saved.places)
     files = exporter.export(
-        checkpoint, options.to, tokenizer=tokenizer_of(checkpoint, saved), dtype=dtype.value, merge=options.merge,
+        checkpoint, options.to, tokenizer=tokenizer, dtype=dtype.value, merge=options.merge,
         base=options.base,
     )  # fmt: skip
     return {"dtype": dtype}, f"{', '.join(files)} in {dtype}, config, tokenizer"

@@ -140,6 +140,7 @@ FETCHED_AT: dict[str, dict[str, Any]] = {
     "spec.data.tokens": CHAT | {"spec.data": {"tokens": FETCHING}},
     "spec.data.evaluation.text": {"spec.data.evaluation": {"text": FETCHING}},
     "spec.data.evaluation.chat": CHAT | {"spec.data.evaluation": {"chat": FETCHING}},
+    "spec.checkpoint.from": {"spec.checkpoint": {"from": FETCHING}},
 }
 """each place that a download may fill, and a job that has one there"""
 COMPANIONS: dict[str, dict[str, Any]] = {
@@ -150,6 +151,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.data.text.subPath": {"spec.data": {"text": {"claim": "any"}}},
     "spec.data.tokens.subPath": CHAT | {"spec.data": {"tokens": {"claim": "any"}}},
     "spec.data.evaluation.text.subPath": {"spec.data.evaluation": {"text": {"claim": "any"}}},
+    "spec.checkpoint.from.subPath": {"spec.checkpoint": {"from": {"claim": "any"}}},
     **{f"{path}.fetch.{name}": companions for path, companions in FETCHED_AT.items() for name in ("uri", "secretName")},
     **dict.fromkeys(("spec.data.tokens.claim", "spec.data.tokens.path"), CHAT | {"spec.data": {"tokens": {}}}),
     **dict.fromkeys(("spec.data.chat.claim", "spec.data.chat.path", "spec.data.evaluation.chat.path"), CHAT),
@@ -411,7 +413,6 @@ EARLIER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 """of fields of earlier schemas that are no maps"""
 NEVER: dict[str, tuple[str, Any]] = {
-    "checkpoint.from": ("spec.checkpoint.from", "another"),
     "checkpoint.resume": ("spec.checkpoint.resume", "Never"),
     "command": ("spec.command", ["python"]),
 }
@@ -496,7 +497,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
             {path: {"claim": "any", "subPath": "en"}}, {path: {"path": "/data", "subPath": "en"}},
             (f"{path}.subPath", "belongs to a claim"),
         )
-        for path in ("spec.model.source", "spec.data.text", "spec.data.evaluation.text")
+        for path in ("spec.model.source", "spec.data.text", "spec.data.evaluation.text", "spec.checkpoint.from")
     },
     **{
         (TRAINING_JOB.kind, path, 1): RuleCase(
@@ -606,7 +607,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         (TRAINING_JOB.kind, f"{owner}.subPath", 0): _stays_on_its_claim(owner)
         for owner in (
             "spec.model.source", "spec.data.text", "spec.data.tokens", "spec.data.evaluation.text", "spec.checkpoint",
-            "spec.data.chat", "spec.data.evaluation.chat",
+            "spec.data.chat", "spec.data.evaluation.chat", "spec.checkpoint.from",
         )
     },
     (TRAINING_JOB.kind, "spec.data", 0): _never_changes("spec.data", "spec.data.evaluation.everySteps", 7),
@@ -627,6 +628,12 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.data.evaluation": {"text": {"claim": "held"}}},
         {"spec.data.evaluation": {"text": {}}},
         "[]",
+    ),
+    (TRAINING_JOB.kind, "spec.checkpoint.from", 0): _one_of(
+        "spec.checkpoint.from",
+        {"spec.checkpoint": {"from": {"path": "/run"}}},
+        {"spec.checkpoint": {"from": {"path": "/run", "claim": "runs"}}},
+        '["claim", "path"]',
     ),
     (TRAINING_JOB.kind, "spec.training", 0): _never_changes("spec.training", "spec.training.steps", 11),
     (TRAINING_JOB.kind, "spec.training", 2): _one_of(

@@ -105,6 +105,9 @@ class _Maker:
         self._maybe(spec, "command", RARELY, ["python", "train.py"], ["x" * 4096] * 64)
         if self._often(SOMETIMES):  # last, so that all else of recorded jobs stays as it is
             spec["tracking"] = self._tracking()
+        if self._often(RARELY):
+            runs = {"claim": "runs", "subPath": "a", "fetch": {"uri": "s3://runs/a", "secretName": "keys"}}
+            spec.setdefault("checkpoint", {})["from"] = self._one_of({"path": "/runs/a"}, runs)
         if "evaluation" in spec["data"] and "members" not in spec and self._often(SOMETIMES):
             spec["training"]["earlyStopping"] = {"patience": self._one_of(*COUNTS[1:])}
             self._maybe(spec["training"]["earlyStopping"], "minDelta", OFTEN, *NUMBERS)
@@ -279,7 +282,7 @@ class _Maker:
         self._maybe(made, "subPath", SOMETIMES, *TEXTS)
         self._maybe(made, "resume", SOMETIMES, "OwnOnly")
         if self._often(RARELY):
-            made |= {"resume": "Never", "from": "other"}
+            made["resume"] = "Never"
         return made
 
     def _tracking(self) -> Document:

@@ -28,8 +28,8 @@ from .activation_spill import Chosen
 from .assemble import FROZEN, Assembly, Tiers, assemble, check_device, initial_states
 from .cgroup import usable_cores, with_usable_threads
 from .checkpoints import tensors as checkpoint
-from .checkpoints.directory import CheckpointNotWritten, Epoch, Owner
-from .checkpoints.manifest import TrainingState
+from .checkpoints.directory import CheckpointNotWritten, Epoch, Owner, newest_of, tokenizer_of
+from .checkpoints.manifest import StoredCheckpoint, TrainingState
 from .corpus.building_peak import peak_of_building, room_for_more_text
 from .corpus.data import CHATS_NEED_CAUSAL, TokenBatches
 from .corpus.objective import TrainingObjective
@@ -127,7 +127,8 @@ def run_ranks(
     with assembled(job, plan, model, ranks, device) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
         loss_scale = config.loss_scale(job.spec)
-        checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks, loss_scale)
+        start = start_of(job) if epoch is not None and epoch.resume.checkpoint is None else None
+        checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks, loss_scale, start)
         if ranks.world.size == 1:
             checkpoints.memory = HostSlab(plan.snapshot_bytes).memory.zero_()  # resident from the start, as planned
         recorder.preparing(checkpoints.origin)
@@ -251,6 +252,12 @@ def start_epoch(job: JobFile) -> Epoch:
     return epoch
 
 
+def start_of(job: JobFile) -> StoredCheckpoint | None:
+    """What spec.checkpoint.from names. Raises UserError, CheckpointCorrupt."""
+    place = job.spec.checkpoint.from_
+    return None if place is None else newest_of(directory_of(place, job.claims, "spec.checkpoint.from"))
+
+
 def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks, recorder: Recorder) -> Corpus:
     """The corpus, built where it is missing: by rank 0, then on every other node that does not see rank 0's disk."""
 
@@ -326,6 +333,8 @@ class RunCheckpoints:
     learning_rate: LearningRate
     ranks: Ranks
     loss_scale: LossScaler
+    start: StoredCheckpoint | None = None
+    """Another run's, from whose parameters this one starts: spec.checkpoint.from."""
     base_is_there: bool = False
     """Whether the frozen parameters of a shared base have their values."""
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -381,6 +390,8 @@ class RunCheckpoints:
         found = None if self.epoch is None else self.epoch.resume.checkpoint
         if found is not None:
             return f"loading the checkpoint of step {found.manifest.state.step}"
+        if self.epoch is not None and self.start is not None:
+            return f"loading the parameters of {self.start.path}"
         return "loading the model" if self.job.spec.model.source else "initialising weights"
 
     def resume(self, progress: RunProgress) -> None:
@@ -440,10 +451,15 @@ class RunCheckpoints:
         if self.epoch is None:
             return iter(())
         initial = initial_states(self.assembly.model, self.job.spec.training.seed, trained_alone=self.base_is_there)
-        if self.epoch.resume.checkpoint is None:
-            return initial
         shapes = self.assembly.parameter_shapes(), running_statistics.shapes(self.assembly.model)
-        found = checkpoint.load(self.epoch.resume.checkpoint, *shapes)
+        if self.epoch.resume.checkpoint is not None:
+            found = checkpoint.load(self.epoch.resume.checkpoint, *shapes)
+        elif self.start is not None:
+            seed, tokenizer = self.job.spec.training.seed, self.corpus.index.tokenizer_xxh3
+            checkpoint.check_same_base(self.start, self.assembly.model.description, seed, tokenizer)
+            found = checkpoint.load_parameters(self.start, *shapes)
+        else:
+            return initial
         frozen = ((name, value) for name, value in initial if name.startswith(FROZEN))
         return chain(found, frozen)
 
@@ -488,6 +504,9 @@ def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRec
         raise UserError(CHATS_NEED_CAUSAL)
     if source is not None:
         return TokenizerRecipe(model_directory=source_directory(source, job.claims))
+    start = None if has_corpus(Path(job.corpus_directory)) else start_of(job)
+    if start is not None:
+        return TokenizerRecipe(model_directory=tokenizer_of(start).parent)
     return TokenizerRecipe(has_mask=objective is TrainingObjective.MASKED)
 
 

@@ -348,6 +348,8 @@ JOB_RULES: dict[str, list[Schema]] = {
     "spec.data.evaluation.chat": _LOCATION,
     "spec.data.evaluation.chat.subPath": _SUB_PATH,
     "spec.checkpoint.subPath": _SUB_PATH,
+    "spec.checkpoint.from": _LOCATION,
+    "spec.checkpoint.from.subPath": _SUB_PATH,
     "spec.training": [
         _immutable("training", Training),
         _rule(

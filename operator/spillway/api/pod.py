@@ -28,6 +28,7 @@ from spillway.api.field_types import (
     refuse,
 )
 from spillway.api.limits import MAX_ENV_BYTES, USER_ID
+from spillway.api.model import Location
 
 REQUESTED_BY_PLAN = "the plan decides how many of resourceName a pod requests; leave it out"
 ASSIGNED_BY_CLUSTER = "the cluster assigns runAsUser, runAsGroup and fsGroup: leave these out"
@@ -102,8 +103,12 @@ class Checkpoint(Fields):
             "OwnOnly: an attempt resumes from this job's checkpoints. Never: it starts at step 0; not supported yet."
         ),
     )
-    from_: Name | None = Field(
-        default=None, alias="from", description="Not supported yet: another job whose last checkpoint is the start."
+    from_: Location | None = Field(
+        default=None,
+        alias="from",
+        description="Checkpoint of another run of the same model, or that run's directory, whose newest intact "
+        "checkpoint is used: training starts from its parameters, at step 0, with new optimizer states. "
+        "Default: from model.source, or random parameters.",
     )
 
 

@@ -14,7 +14,6 @@ from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem
 
 NOT_YET = {
-    "checkpoint.from": "does not work in a run yet; leave it out",
     "checkpoint.resume": "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start",
     "command": "does not work yet; describe the run in model, data and training",
 }
@@ -82,7 +81,8 @@ def _given(job: TrainingJob, path: str) -> str:
 _CLUSTER_ONLY = (
     "parallelism.nodes", "parallelism.devicesPerNode", "parallelism.strategy", "model.precision.gradientReduce",
     "memory.advanced.activations.hostReserve", "spill.storageClassName", "spill.numVolumes",
-    "checkpoint.subPath", "model.source.fetch.secretName", "data.text.fetch.secretName", "data.chat.fetch.secretName",
+    "checkpoint.subPath", "checkpoint.from.fetch.secretName",
+    "model.source.fetch.secretName", "data.text.fetch.secretName", "data.chat.fetch.secretName",
     "data.tokens.fetch.secretName", "data.evaluation.text.fetch.secretName", "data.evaluation.chat.fetch.secretName",
     "pod", "scheduling", "lifecycle.activeDeadlineSeconds",
     "lifecycle.pendingDeadlineSeconds", "lifecycle.stallSeconds", "lifecycle.ttlSecondsAfterFinished", "managedBy",

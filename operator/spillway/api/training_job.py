@@ -71,8 +71,9 @@ class TrainingJobSpec(Fields):
 
     @property
     def places(self) -> dict[str, Location]:
-        """Every directory that the job reads, by field below spec: the model's, and those of `texts`."""
-        return self.texts | ({} if self.model.source is None else {"model.source": self.model.source})
+        """Every directory that the job reads, by field below spec: the data's, the model's, another run's."""
+        others = {"model.source": self.model.source, "checkpoint.from": self.checkpoint.from_}
+        return self.texts | {field: place for field, place in others.items() if place is not None}
 
     @property
     def compared_by(self) -> Objective:

@@ -94,9 +94,10 @@ def parse_claims(texts: Sequence[str]) -> dict[str, Path]:
 
 
 def _missing_locations(job: TrainingJob, claims: Mapping[str, Path] | None) -> list[FieldProblem]:
-    source, texts = job.spec.model.source, job.spec.texts.items()
-    problems = [_missing("spec.model.source", source, claims, is_text=False)] if source is not None else []
-    problems += [_missing(f"spec.{name}", text, claims, is_text=True) for name, text in texts if text is not None]
+    texts = job.spec.texts
+    problems = [
+        _missing(f"spec.{name}", place, claims, is_text=name in texts) for name, place in job.spec.places.items()
+    ]
     return [problem for problem in problems if problem is not None]
 
 

@@ -477,7 +477,7 @@ REJECTED_HERE = {
     "spec.data.evaluation.text.path": (
         "{builtin: PythonStdlib", "{builtin: PythonStdlib, evaluation: {text: {path: /does/not/exist}}"
     ),
-    "spec.checkpoint.from": ("{everySteps: 20,", "{from: another, everySteps: 20,"),
+    "spec.checkpoint.from.path": ("{everySteps: 20,", "{from: {path: /does/not/exist}, everySteps: 20,"),
     "spec.checkpoint.resume": ("{everySteps: 20,", "{resume: Never, everySteps: 20,"),
     "spec.command": ("spec:\n", "spec:\n  command: [python, train.py]\n"),
     "spec.model.config.vocabSize": ("vocabSize: 4096", "vocabSize: 256"),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from spillway import __version__
 from spillway.errors import CheckpointCorrupt, Fenced, UserError
 
-from .durable_files import DurableFiles, FileEntry
+from .durable_files import DurableFiles, FileEntry, describe_file
 from .manifest import (
     MANIFEST,
     CheckpointName,
@@ -135,6 +135,37 @@ def choose_resume(directory: Path) -> Resume:
             problems=[str(problem) for problem in problems],
         )
     return Resume(None, ())
+
+
+def newest_of(path: Path) -> StoredCheckpoint:
+    """The checkpoint at `path`, or the newest intact one of a run: of a directory of checkpoints, or of the --output of
+    `spillway run`.
+
+    Raises UserError when there is none, CheckpointCorrupt when none is intact.
+    """
+    if CheckpointName.parse(path.name) is not None:
+        problems = verify_checkpoint(path)
+        if problems:
+            raise CheckpointCorrupt(f"{path}: {problems[0]}", problems=[str(problem) for problem in problems])
+        return open_checkpoint(path)
+    below = path / "checkpoints"
+    found = choose_resume(below if below.is_dir() else path).checkpoint
+    if found is None:
+        raise UserError(f"{path}: no checkpoint there; name a checkpoint, or a directory of a run's checkpoints")
+    return found
+
+
+def tokenizer_of(checkpoint: StoredCheckpoint, places: Iterable[Path] = ()) -> Path:
+    """The tokenizer.json that a checkpoint was trained with, in a corpus* directory of one of `places`, or else near
+    it. Raises UserError when it is not found."""
+    near = (*places, *checkpoint.path.parents[:4])  # a sweep's corpora lie above its members' checkpoints
+    for file in (file for place in near for file in sorted(place.glob("corpus*/tokenizer.json"))):
+        if describe_file(file).xxh3_128 == checkpoint.manifest.state.tokenizer_xxh3:
+            return file
+    looked = ", ".join(str(place / "corpus*") for place in near)
+    raise UserError(
+        f"{checkpoint.path}: its tokenizer.json was not found in {looked}; restore the corpus it was trained on"
+    )
 
 
 class Pending:

@@ -13,6 +13,7 @@ import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -153,6 +154,14 @@ def load(
                 yield name, tensor
 
 
+def load_parameters(
+    checkpoint: StoredCheckpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]] = NONE
+) -> Iterator[tuple[str, Tensor]]:
+    """As `load`, without the optimizer's moments: of a run that starts from another's parameters."""
+    loaded = load(checkpoint, shapes, statistics)
+    return ((name, value) for name, value in loaded if name in statistics or name.startswith(f"{MASTER}."))
+
+
 def check_same_run(
     state: TrainingState,
     *,
@@ -182,6 +191,20 @@ def check_same_run(
             f"checkpoint of step {state.step}: made by another run: {'; '.join(differences)}; "
             "put back the corpus directory, the model's source, the job's data fields and the optimizer's name and "
             "moments, or train in a new output directory (as after a version that held out the corpus' last sequences)"
+        )
+
+
+def check_same_base(start: StoredCheckpoint, model: Mapping[str, Any], seed: int, tokenizer_xxh3: str) -> None:
+    """Raises UserError when the parameters of `start` mean something else in this run: other tokens, or changes to
+    other frozen parameters."""
+    then = start.manifest.state
+    where = f"spec.checkpoint.from: {start.path}: trained"
+    if then.tokenizer_xxh3 != tokenizer_xxh3:
+        raise UserError(f"{where} with another tokenizer; use the model.source and the kind of data of that run")
+    base, base_then = model.get("source_xxh3", f"seed {seed}"), then.model.get("source_xxh3", f"seed {then.seed}")
+    if model.get("frozen") and base != base_then:
+        raise UserError(
+            f"{where} beside other frozen parameters; use the model.source, or the training.seed, of that run"
         )
 
 
@@ -215,7 +238,7 @@ def _check_shapes(
     raise UserError(
         f"{checkpoint.path}: made for another model; {len(differing)} of its tensors differ, first\n"
         + "\n".join(lines)
-        + "\nrestore spec.model, or train in a new output directory"
+        + "\nuse the model that was trained there, or another directory"
     )
 
 

@@ -307,7 +307,6 @@ NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
     "spec.parallelism.nodes": ({"spec.members": [{"name": "a"}], "spec.parallelism.nodes": 2}, "a job of its own"),
     "spec.command": ({"spec.command": ["python", "x.py"]}, "model, data and training"),
     "spec.model.config.vocabSize": ({"spec.model.config.vocabSize": 256}, "at least 257"),
-    "spec.checkpoint.from": ({"spec.checkpoint": {"from": "OwnOnly"}}, "leave it out"),
     "spec.checkpoint.resume": ({"spec.checkpoint": {"resume": "Never"}}, "a fresh --output"),
 }
 

@@ -606,7 +606,6 @@ def test_no_annotation_loosens_what_a_container_may_do(annotation: str, is_free:
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
-        ({"spec.checkpoint": {"from": "other"}}, "spec.checkpoint.from"),
         ({"spec.checkpoint": {"resume": "Never"}}, "spec.checkpoint.resume"),
         ({"spec.command": ["train.py"]}, "spec.command"),
         ({"spec.scheduling": {"gang": "Required"}, "spec.parallelism": {"nodes": 2}}, "spec.scheduling.gang"),

@@ -1,0 +1,94 @@
+"""Runs that start from the parameters of another: spec.checkpoint.from."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from harness import local_runs
+from spillway_cli.__main__ import run_app
+from spillway_trainer.checkpoints.directory import choose_resume
+from spillway_trainer.checkpoints.manifest import StoredCheckpoint
+
+EARLIER = local_runs.JOB.replace("steps: 12", "steps: 4")
+LATER = (
+    local_runs.JOB.replace("steps: 12", "steps: 1")
+    .replace("warmupSteps: 3", "warmupSteps: 1")
+    .replace('{learningRate: "2e-3"}', '{learningRate: "1e-30", weightDecay: "0"}')  # leaves every parameter as it is
+    .replace("checkpoint: {", "checkpoint: {from: {path: EARLIER}, ")
+)
+
+
+def run(root: Path, name: str, document: str, **places: Path) -> int:
+    for word, place in places.items():
+        document = document.replace(word, str(place))
+    (root / f"{name}.yaml").write_text(document, encoding="utf-8")
+    return run_app(["run", str(root / f"{name}.yaml"), "--output", str(root / name)])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a finished run, `earlier`, and a text that it was not trained on."""
+    root = tmp_path_factory.mktemp("from")
+    text = local_runs.write_text(root / "text")
+    (root / "new").mkdir()
+    (text / "tarfile.py").rename(root / "new" / "tarfile.py")
+    assert run(root, "earlier", EARLIER, TEXT=text) == 0
+    return root
+
+
+def newest(output: Path) -> StoredCheckpoint:
+    found = choose_resume(output / "checkpoints").checkpoint
+    assert found is not None
+    return found
+
+
+def tensors(output: Path) -> dict[str, Tensor]:
+    files = newest(output).path.glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("named", ["the run", "its checkpoints", "a checkpoint"])
+def test_a_run_starts_from_the_parameters_of_another(root: Path, named: str) -> None:
+    earlier = root / "earlier"
+    place = {"the run": earlier, "its checkpoints": earlier / "checkpoints", "a checkpoint": newest(earlier).path}
+    name = named.replace(" ", "-")
+    assert run(root, name, LATER, TEXT=root / "new", EARLIER=place[named]) == 0
+    before, after = tensors(earlier), tensors(root / name)
+    masters = [one for one in before if one.startswith("master.")]
+    assert len(masters) > 20 and all(torch.equal(after[one], before[one]) for one in masters)
+    assert not any(torch.equal(after[one], before[one]) for one in before if one.startswith("exp_avg."))
+    state = newest(root / name).manifest.state
+    assert (state.step, state.scalars["num_updates"]) == (1, 1.0)
+    assert state.tokenizer_xxh3 == newest(earlier).manifest.state.tokenizer_xxh3
+
+
+def test_a_run_that_has_begun_resumes_its_own_checkpoint(root: Path) -> None:
+    more = LATER.replace("steps: 1,", "steps: 2,").replace("everySteps: 3}", "everySteps: 1}")
+    assert run(root, "gone", LATER, TEXT=root / "new", EARLIER=root / "earlier") == 0
+    assert run(root, "gone", more, TEXT=root / "new", EARLIER=root / "earlier") == 0
+    assert [one["resumed_from_step"] for one in local_runs.events(root / "gone", "start")] == [0, 1]
+
+
+def refusal(root: Path, capsys: pytest.CaptureFixture[str], document: str, earlier: Path, code: int) -> str:
+    shutil.rmtree(root / "refused", ignore_errors=True)
+    assert run(root, "refused", document, TEXT=root / "new", EARLIER=earlier) == code
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_the_start_is_an_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = refusal(root, capsys, LATER.replace("hiddenSize: 64", "hiddenSize: 32"), root / "earlier", 64)
+    assert "made for another model" in other
+    assert "no checkpoint there" in refusal(root, capsys, LATER, root / "text", 64)
+    damaged = Path(shutil.copytree(root / "earlier", root / "damaged"))
+    for file in damaged.glob("checkpoints/step-*/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    assert "no checkpoint can be used" in refusal(root, capsys, LATER, damaged, 74)
+    lost = Path(shutil.copytree(root / "earlier", root / "lost"))
+    shutil.rmtree(lost / "corpus")
+    assert "its tokenizer.json was not found" in refusal(root, capsys, LATER, lost, 64)
