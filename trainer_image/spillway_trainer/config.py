@@ -114,7 +114,7 @@ def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan, further_evaluations: 
         checkpoint_every=spec.checkpoint.every_steps,
         evaluate_every=evaluation.every_steps if evaluation else 0,
         further_evaluations=further_evaluations,
-        patience=None if stopping is None else stopping.patience,
+        patience=spec.training.patience,
         min_delta=0.0 if stopping is None else stopping.min_delta,
         keeps_best=spec.checkpoint.keep_best,
     )

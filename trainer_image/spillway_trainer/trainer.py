@@ -113,17 +113,11 @@ class LoopSettings:
     further_evaluations: Collection[int] = ()
     """Additional steps after which to evaluate: where members of a sweep are compared."""
     patience: int | None = None
-    """Evaluations without improvement that end the run; None: all steps are trained."""
+    """Training.patience"""
     min_delta: float = 0.0
     """By how much an improvement is lower, at least."""
     keeps_best: bool = False
     """A checkpoint follows each evaluation that is the lowest so far."""
-
-    def is_over(self, progress: RunProgress) -> bool:
-        return progress.step == self.num_steps or self.stops_early(progress)
-
-    def stops_early(self, progress: RunProgress) -> bool:
-        return self.patience is not None and progress.best.since >= self.patience
 
     def evaluates_after(self, step: int) -> bool:
         regular = self.evaluate_every and (step == self.num_steps or step % self.evaluate_every == 0)
@@ -254,7 +248,7 @@ def train(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopReq
 
 def advance(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest, until: int) -> None:
     """Like `train`, to the end of step `until`: the run can continue from there, in another turn of its model."""
-    while progress.step < until and not settings.stops_early(progress):
+    while progress.step < until and not progress.best.stops(settings.patience):
         metrics, stopping = train_step(run, settings, progress, stop)
         if after_step(run, settings, progress, stop, metrics, stopping=stopping):
             step = progress.step
@@ -270,9 +264,10 @@ def after_step(
     if settings.evaluates_after(progress.step):
         evaluate(run, settings, progress)
         stopping = any_asked_to_stop(run, stop)
-    last, is_best = settings.is_over(progress), progress.best.step == progress.step
+    last = progress.step == settings.num_steps or progress.best.stops(settings.patience)
     ends = last or stopping
-    due = ends or progress.step % settings.checkpoint_every == 0 or (settings.keeps_best and is_best)
+    is_best = settings.keeps_best and progress.best.step == progress.step
+    due = ends or is_best or progress.step % settings.checkpoint_every == 0
     record(run, run.checkpoints.written(wait=due))
     if due and commit(run, progress, behind=not ends) and not ends and any_asked_to_stop(run, stop):
         stopping = record(run, run.checkpoints.written(wait=True))

@@ -256,6 +256,7 @@ def _problem(detail: ErrorDetails, context: Mapping[str, Any]) -> str:
         return _integer_needed(detail["input"])
     if detail["type"] == "literal_error":
         return _wrong_choice(detail["input"], context["expected"])
+    context = {name: f"{value:g}" if isinstance(value, float) else value for name, value in context.items()}
     sentence = _PROBLEMS.get(detail["type"])
     return sentence.format(**context) if sentence else detail["msg"]
 

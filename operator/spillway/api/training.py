@@ -230,7 +230,7 @@ class Training(Fields):
         steps = -(-self.epochs * num_sequences // self.global_batch_size)
         return self.model_copy(update={"steps": steps, "epochs": None})
 
-    def ends_after(self, step: int, num_steps: int, evaluations_without_improvement: int) -> bool:
-        """Whether that is the last of `num_steps`, or where early stopping ends."""
-        stopping = self.early_stopping
-        return step == num_steps or (stopping is not None and evaluations_without_improvement >= stopping.patience)
+    @property
+    def patience(self) -> int | None:
+        """Evaluations without improvement that end the run; None: all steps are trained."""
+        return None if self.early_stopping is None else self.early_stopping.patience

@@ -249,7 +249,9 @@ def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
     if log.ends[-1].step < steps and training.early_stopping is None:
         return False
     found = checkpoint_directory.choose_resume(run.checkpoints).checkpoint
-    return found is not None and training.ends_after(found.manifest.name.step, steps, found.manifest.state.best.since)
+    if found is None:
+        return False
+    return found.manifest.name.step == steps or found.manifest.state.best.stops(training.patience)
 
 
 def refuse_lost_checkpoints(run: RunDirectory) -> None:

@@ -79,6 +79,10 @@ class BestEvaluation:
         since = 0 if loss < self.loss - min_delta else self.since + 1
         return BestEvaluation(loss, step, since) if loss < self.loss else replace(self, since=since)
 
+    def stops(self, patience: int | None) -> bool:
+        """Whether the run ends here: early stopping. None: never."""
+        return patience is not None and self.since >= patience
+
 
 NO_EVALUATION = BestEvaluation()
 
