@@ -150,3 +150,8 @@ def float_token() -> list[dict[str, object]]:
 
 def batch_of_tokens() -> list[dict[str, object]]:
     return [{"input_ids": [[1, 2, 3]]}]
+
+
+def endless() -> Iterator[str]:
+    while True:
+        yield "words " * 100

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import re
 import resource
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,8 +43,14 @@ def written_documents(source: TextSource, directory: Path, report: Callable[[str
         function, said = function_of(source.description, where), time.monotonic()
         for number, document in enumerate(_documents(function, where, report), 1):
             if time.monotonic() - said >= SAY_SECONDS:
-                said = time.monotonic()
-                report(f"corpus: {counted(number, 'document')} so far, {format_bytes(file.tell())}")
+                said, written = time.monotonic(), file.tell()
+                so_far = f"{counted(number, 'document')} so far, {format_bytes(written)}"
+                report(f"corpus: {so_far}")
+                if (free := shutil.disk_usage(directory).free) < written:  # some of it for the tokens
+                    raise UserError(
+                        f"{where}: {so_far}, and {directory.parent} has {format_bytes(free)} free: return fewer "
+                        "documents, or use a larger disk"
+                    )
             kind, line = _line(document, f"{where}: document {number}")
             kinds.add(kind)
             if len(kinds) > 1:

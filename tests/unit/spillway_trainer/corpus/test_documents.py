@@ -206,6 +206,15 @@ SEQUENCE, GLOBAL_BATCH, MICRO_BATCH = 32, 8, 2
 Rows = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
+def test_a_function_that_never_ends_leaves_as_much_disk_as_it_fills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(documents.shutil, "disk_usage", lambda _: SimpleNamespace(free=200_000))
+    with pytest.raises(UserError, match=r"so far, 19[56] KiB, and .* has 195 KiB free: return fewer"):
+        documents.written_documents(entry_point("cases.user_data:endless"), tmp_path, silent)
+
+
 def megatron(root: Path) -> Path:
     """An .idx and its .bin, as `datasets` of Megatron-LM have them: 2,000 tokens of two bytes in one document."""
     tokens = np.arange(2000, dtype="<u2") % 60
