@@ -446,7 +446,6 @@ TOGETHER: list[tuple[Changes, Changes]] = [
     (EVALUATED | {"spec.checkpoint.keepBest": True}, {"spec.data.evaluation": None}),
     (IN_EPOCHS, {"spec.members": [{"name": "a"}]}),
     (EVALUATED | STOPS_EARLY, {"spec.members": [{"name": "a"}]}),
-    (COMPARED, {"spec.members": [{"name": "a", "training": {"earlyStopping": {"patience": 1}}}]}),
     (EVALUATED | {"spec.checkpoint.keepBest": True}, {"spec.members": [{"name": "a"}]}),
     (
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi"},
@@ -637,7 +636,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     ),
     (TRAINING_JOB.kind, "spec.training", 0): _never_changes("spec.training", "spec.training.steps", 11),
     (TRAINING_JOB.kind, "spec.training", 2): _one_of(
-        "spec.training", IN_EPOCHS, {"spec.training.steps": 10}, '["steps", "epochs"]'
+        "spec.training", IN_EPOCHS, {"spec.training.epochs": 3}, '["steps", "epochs"]'
     ),
     (TRAINING_JOB.kind, "spec.training", 1): RuleCase(
         {"spec.training.schedule.warmupSteps": 10},

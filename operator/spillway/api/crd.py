@@ -189,7 +189,6 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
     ("self.checkpoint.keepBest && !has(self.data.evaluation)", ".checkpoint.keepBest", NEEDS_EVALUATION),
     (f"{_MEMBERS} && has(self.training.epochs)", ".training.epochs", MEMBERS_HAVE_STEPS),
     (f"{_MEMBERS} && has(self.training.earlyStopping)", ".training.earlyStopping", NOT_OF_MEMBERS),
-    (f"{_MEMBERS} && self.members.exists(one, has(one.training.earlyStopping))", ".members", NOT_OF_MEMBERS),
     (f"{_MEMBERS} && self.checkpoint.keepBest", ".checkpoint.keepBest", NOT_OF_MEMBERS),
     (f"{_DISABLED} && !({_ADVANCED}.optimizer.placement in ['Auto', 'Device'])",
      ".memory.advanced.optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device"),
@@ -468,6 +467,8 @@ MEMBER_SECTIONS: dict[str, type[BaseModel]] = {
     f"spec.members[].{name}": section for name, section in (("model", Model), ("data", Data), ("training", Training))
 }
 """Parts of a member with the fields of these types, all optional."""
+NO_MEMBERS_FIELDS = {"spec.members[].training": ("epochs", "earlyStopping")}
+"""What no member has."""
 
 
 PROFILE_RULES: dict[str, list[Schema]] = {"spec.fingerprint": [_immutable_text("MemoryProfile")]}
@@ -702,6 +703,8 @@ class _Inlining:
         elif path in MEMBER_SECTIONS:
             whole = structural(MEMBER_SECTIONS[path], path, {})
             made |= {"properties": _optional(whole["properties"]), "default": {}}
+            for name in NO_MEMBERS_FIELDS.get(path, ()):
+                del made["properties"][name]
         elif schema.get("type") == "object":
             made["additionalProperties"] = self.inlined(schema["additionalProperties"], f"{path}.*")
             made["maxProperties"] = schema.get("maxProperties", 64)

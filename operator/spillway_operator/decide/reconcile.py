@@ -346,15 +346,15 @@ def _completed(case: Case, attempt: AttemptObject) -> Desired:
     if needs:
         return Desired(needs=needs)
     case = _accounted(case, Cause(COMPLETED, ""), case.attempts.short_in_a_row, attempt.outcome_time)
-    total, known = case.attempts.total, case.status.progress
+    total, known, asked = case.attempts.total, case.status.progress, case.steps
     # For a sweep as many as were reported: successive halving may have stopped members.
-    steps = known.steps if case.status.members and known is not None else case.steps
+    steps = known.steps if case.status.members and known is not None else asked
     said = completed_rank(case.observed.pods or ()) if may_stop_early else None
     if said is not None and said.step:
         steps = min(said.step, steps or said.step)
     case = case.changed(progress=at_the_end(known, steps), completion_time=case.now)
     trained = f"{steps} steps in {total} attempt{'s' if total > 1 else ''}"
-    if said is not None and steps < case.steps:
+    if said is not None and steps < asked:
         trained += f"; {said.message}"
     if case.status.best_member:
         trained += f"; the best of {len(case.members)} members is {case.status.best_member}"
