@@ -131,7 +131,7 @@ CHAT = {"spec.model": {"source": {"claim": "any"}}, "spec.data": {"chat": {"path
 FLOAT16 = {"spec.model.precision.compute": "float16"}
 COMPARED = {"spec.members": [{"name": "a"}], "spec.data.evaluation": {"fraction": "0.1"}}
 EVALUATED = {"spec.data.evaluation": {"fraction": "0.1"}}
-IN_EPOCHS = {"spec.training.steps": None, "spec.training.epochs": 3}
+IN_EPOCHS = {"spec.training.epochs": 3}
 STOPS_EARLY = {"spec.training.earlyStopping": {"patience": 1}}
 FETCHED_AT: dict[str, dict[str, Any]] = {
     "spec.model.source": {"spec.model": {"source": FETCHING}},
@@ -168,7 +168,6 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     **{f"spec.tracking.mlflow.{name}": {"spec.tracking.mlflow.uri": "http://a"} for name in ("uri", "experiment")},
     **{f"spec.tracking.wandb.{name}": {"spec.tracking.wandb.project": "a"} for name in ("project", "entity", "mode")},
     "spec.spill.numVolumes": {"spec.spill.storageClassName": "fast"},
-    "spec.training.epochs": {"spec.training.steps": None},
     "spec.training.earlyStopping.patience": EVALUATED,
     "spec.training.earlyStopping.minDelta": EVALUATED | STOPS_EARLY,
 }
@@ -636,7 +635,10 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     ),
     (TRAINING_JOB.kind, "spec.training", 0): _never_changes("spec.training", "spec.training.steps", 11),
     (TRAINING_JOB.kind, "spec.training", 2): _one_of(
-        "spec.training", IN_EPOCHS, {"spec.training.epochs": 3}, '["steps", "epochs"]'
+        "spec.training",
+        {"spec.training": {"epochs": 3, "sequenceLength": 64, "globalBatchSize": 1 << 20}},
+        {"spec.training": {"epochs": 3, "steps": 10, "sequenceLength": 64, "globalBatchSize": 1 << 20}},
+        '["steps", "epochs"]',
     ),
     (TRAINING_JOB.kind, "spec.training", 1): RuleCase(
         {"spec.training.schedule.warmupSteps": 10},
