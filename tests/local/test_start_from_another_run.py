@@ -84,11 +84,14 @@ def refusal(root: Path, capsys: pytest.CaptureFixture[str], document: str, earli
 def test_what_cannot_be_the_start_is_an_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = refusal(root, capsys, LATER.replace("hiddenSize: 64", "hiddenSize: 32"), root / "earlier", 64)
     assert "made for another model" in other
-    assert "no checkpoint there" in refusal(root, capsys, LATER, root / "text", 64)
+    assert "text: no checkpoint; name one" in refusal(root, capsys, LATER, root / "text", 64)
     damaged = Path(shutil.copytree(root / "earlier", root / "damaged"))
     for file in damaged.glob("checkpoints/step-*/*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
-    assert "no checkpoint can be used" in refusal(root, capsys, LATER, damaged, 74)
+    said = refusal(root, capsys, LATER, damaged, 64)
+    assert f"spec.checkpoint.from = {damaged}: not intact: step-4.e1/tensors-00000.safetensors: expected" in said
+    one = refusal(root, capsys, LATER, damaged / "checkpoints" / "step-3.e1", 64)
+    assert "not intact: step-3.e1/tensors-00000.safetensors" in one
     lost = Path(shutil.copytree(root / "earlier", root / "lost"))
     shutil.rmtree(lost / "corpus")
     assert "its tokenizer.json was not found" in refusal(root, capsys, LATER, lost, 64)

@@ -253,9 +253,9 @@ def start_epoch(job: JobFile) -> Epoch:
 
 
 def start_of(job: JobFile) -> StoredCheckpoint | None:
-    """What spec.checkpoint.from names. Raises UserError, CheckpointCorrupt."""
-    place = job.spec.checkpoint.from_
-    return None if place is None else newest_of(directory_of(place, job.claims, "spec.checkpoint.from"))
+    """What spec.checkpoint.from names. Raises UserError."""
+    place, field = job.spec.checkpoint.from_, "spec.checkpoint.from"
+    return None if place is None else newest_of(directory_of(place, job.claims, field), field)
 
 
 def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks, recorder: Recorder) -> Corpus:

@@ -135,10 +135,10 @@ def test_a_plan_for_another_job_is_refused_in_a_sentence(tmp_path: Path, what: s
 
 
 def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def refuse(keep: int) -> None:
+    def refuse(keep: int, best_step: int) -> None:
         raise CheckpointNotWritten("old checkpoints not removed")
 
-    spec = SimpleNamespace(checkpoint=SimpleNamespace(keep=2))
+    spec = SimpleNamespace(checkpoint=SimpleNamespace(keep=2, keep_best=False))
     nothing = SimpleNamespace(states=dict, divided=None, prune=refuse, spec=spec)
     committed = SimpleNamespace(manifest=SimpleNamespace(nbytes=7))
     monkeypatch.setattr(run_job.checkpoint, "save", lambda *_, stay: committed)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from spillway import __version__
 from spillway.errors import CheckpointCorrupt, Fenced, UserError
@@ -137,21 +137,22 @@ def choose_resume(directory: Path) -> Resume:
     return Resume(None, ())
 
 
-def newest_of(path: Path) -> StoredCheckpoint:
+def newest_of(path: Path, field: str) -> StoredCheckpoint:
     """The checkpoint at `path`, or the newest intact one of a run: of a directory of checkpoints, or of the --output of
-    `spillway run`.
-
-    Raises UserError when there is none, CheckpointCorrupt when none is intact.
-    """
+    `spillway run`. Raises UserError, with the `field` that names it, when there is none or none is intact."""
     if CheckpointName.parse(path.name) is not None:
-        problems = verify_checkpoint(path)
-        if problems:
-            raise CheckpointCorrupt(f"{path}: {problems[0]}", problems=[str(problem) for problem in problems])
-        return open_checkpoint(path)
-    below = path / "checkpoints"
-    found = choose_resume(below if below.is_dir() else path).checkpoint
+        problems = list(map(str, verify_checkpoint(path)))
+        found = None if problems else open_checkpoint(path)
+    else:
+        try:
+            below = path / "checkpoints"
+            problems, found = [], choose_resume(below if below.is_dir() else path).checkpoint
+        except CheckpointCorrupt as error:
+            problems, found = cast("list[str]", error.details["problems"]), None
+    if problems:
+        raise UserError(f"{field} = {path}: not intact: {problems[0]}; put a good copy back, or name another")
     if found is None:
-        raise UserError(f"{path}: no checkpoint there; name a checkpoint, or a directory of a run's checkpoints")
+        raise UserError(f"{field} = {path}: no checkpoint; name one, or a directory of a run's checkpoints")
     return found
 
 

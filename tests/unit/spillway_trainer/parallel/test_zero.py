@@ -299,7 +299,7 @@ def test_evaluation_with_a_short_last_round_runs_equal_forwards_per_rank(rank: i
     run.batches.evaluation_batches.return_value = [batch] * 3
     run.ranks.world, run.ranks.gather.return_value = World(rank=rank, size=2), [[1.0, 1.0], [1.0, 0.0]]
     run.model.return_value.item.return_value = 1.0
-    evaluate(run, MagicMock(), RunProgress())
+    evaluate(run, MagicMock(keeps_best=False, patience=None), RunProgress())
     assert run.model.call_count == calls
 
 
