@@ -112,16 +112,27 @@ class Head(nn.Module):
         return token_loss(self.output(F.layer_norm(x_BTD, (HIDDEN,))), labels_BT, num_tokens)
 
 
+class OwnLoss(Head):
+    """Smoothed labels, and a penalty on large logits."""
+
+    def forward(self, x_BTD: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
+        logits_NV = self.output(F.layer_norm(x_BTD, (HIDDEN,))).flatten(0, 1).float()
+        labels_N = labels_BT.flatten()
+        smoothed = F.cross_entropy(logits_NV, labels_N, label_smoothing=0.1, reduction="sum")
+        penalty = torch.where(labels_N >= 0, logits_NV.logsumexp(-1).square(), 0.0).sum()
+        return (smoothed + 1e-4 * penalty) / num_tokens
+
+
 class UsersChain(Chain):
-    """embedding -> blocks -> head, the blocks given."""
+    """embedding -> blocks -> head, the blocks and the kind of head given."""
 
     vocab_size = VOCABULARY
 
-    def __init__(self, make_block: Callable[[], nn.Module]) -> None:
+    def __init__(self, make_block: Callable[[], nn.Module], make_head: Callable[[], nn.Module] = Head) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
         self.blocks = nn.ModuleList(make_block() for _ in range(NUM_BLOCKS))
-        self.head = Head()
+        self.head = make_head()
 
     @property
     def segments(self) -> list[tuple[str, nn.Module]]:
@@ -147,7 +158,9 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "compiled": Compiled,
     "branching": Branching,
     "own function": OwnFunction,
+    "own loss": FeedForward,
 }
+HEADS = {"own loss": OwnLoss}
 
 
 @dataclass(frozen=True)
@@ -170,7 +183,7 @@ class UserModel:
         torch.set_default_dtype(self.dtype)
         try:
             with torch.device("meta"):
-                return UsersChain(BLOCKS[self.block])
+                return UsersChain(BLOCKS[self.block], HEADS.get(self.block, Head))
         finally:
             torch.set_default_dtype(default)
 

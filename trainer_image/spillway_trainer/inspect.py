@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +51,11 @@ def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
         return shape_of_chain(chain, spec.training.micro_batch_size, spec.training.sequence_length)
     except UserError:
         raise
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise UserError(
+            f"spec.model: {error.func} in its forward depends on the values of a tensor, so no plan knows the bytes it "
+            "takes: use torch.where in place of a boolean index, and no .item()"
+        ) from error
     except (Exception, SystemExit) as error:
         raise UserError(
             f"spec.model: its forward fails on a micro-batch: {type(error).__name__}: {error}; correct the model"

@@ -20,6 +20,7 @@ from cases.huggingface_models import BATCH, LENGTH, SPEC, VOCABULARY, batch_for,
 from harness.allocator_peak import allocated_peak
 from spillway.errors import UserError
 from spillway.planning.model_shape import ModelShape, Segment, model_shape
+from spillway_trainer import inspect as inspect_module
 from spillway_trainer.inspect import main, shape_of_chain
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain, as_carried
@@ -308,6 +309,29 @@ def test_mutating_segment_is_rejected_by_inspection_and_the_first_step(
     wrap_segments(chain.segments, Position(seed=0), None)
     with pytest.raises(UserError, match=words):
         chain(*batch_for(chain.objective))
+
+
+class Picking(Doubled):
+    """A block whose sizes depend on values."""
+
+    def forward(self, x_BTD: Tensor, *tables: Tensor) -> Tensor:
+        return self.block(x_BTD + x_BTD[x_BTD > 0].sum(), *tables)
+
+
+class Asking(Doubled):
+    def forward(self, x_BTD: Tensor, *tables: Tensor) -> Tensor:
+        return self.block(x_BTD + x_BTD.sum().item(), *tables)
+
+
+@pytest.mark.parametrize(("wrap", "operation"), [(Picking, "aten.nonzero"), (Asking, "aten._local_scalar_dense")])
+def test_a_forward_that_depends_on_values_is_an_error(
+    wrap: Callable[[nn.Module], nn.Module], operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = build_model(spec_of("llama"))
+    chain.layers[1] = wrap(chain.layers[1])
+    monkeypatch.setattr(inspect_module, "build_model", lambda *_: chain)
+    with pytest.raises(UserError, match=f"{operation}.* depends on the values of a tensor, .*: use torch.where"):
+        inspect_module.inspect(spec_of("llama"), {})
 
 
 @pytest.mark.ci
