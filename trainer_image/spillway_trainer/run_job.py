@@ -22,6 +22,7 @@ from torch import Tensor
 from spillway.api.job_file import JobFile
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.plan import MemoryPlan, Tier
+from spillway.units import counted
 
 from . import config, live_correction, running_statistics
 from .activation_spill import Chosen
@@ -111,14 +112,11 @@ def run_ranks(
     room = room_for_more_text(sources_of(job)[0].nbytes) if builds_corpus and job.spec.data.builtin is None else 0
     built_in_bytes = peak_of_building(Path(job.corpus_directory), room, is_new=builds_corpus)
     batches = make_batches(job, corpus, model.objective)
-    epochs, training = job.spec.training.epochs, job.spec.training.in_steps(batches.num_sequences)
-    job = job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
-    if epochs is not None:
-        say(
-            recorder,
-            f"{epochs} epoch{'s' * (epochs > 1)} of {batches.num_sequences:,} sequences: {training.steps:,} steps",
-        )
+    epochs, job = job.spec.training.epochs, in_steps(job, batches)
+    training = job.spec.training
     if ranks.world.is_first:
+        each = f"{batches.num_sequences:,} sequences: {training.steps:,} steps"
+        say(recorder, f"{counted(epochs, 'epoch')} of {each}" if epochs else "")
         say(recorder, batches.cut)
         say(recorder, batches.evaluated)
     ranks.agree("tokens and their order", batches.fingerprint)
@@ -495,6 +493,12 @@ def digest(text: str) -> str:
 def make_batches(job: JobFile, corpus: Corpus, objective: TrainingObjective) -> TokenBatches:
     training = job.spec.training
     return TokenBatches(corpus, training.sequence_length, training.seed, objective, job.spec.data.evaluation)
+
+
+def in_steps(job: JobFile, batches: TokenBatches) -> JobFile:
+    """The job with as many steps as its epochs are."""
+    training = job.spec.training.in_steps(batches.num_sequences)
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
 
 
 def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRecipe:

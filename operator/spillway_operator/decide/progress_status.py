@@ -95,7 +95,7 @@ def _with_report(
 
 def with_saved_step(before: ReportedStatus, step: int, attempt: int, steps: int) -> ReportedStatus:
     """The status after an attempt that committed a checkpoint of `step` before it stopped: at least that step."""
-    step = min(step, steps)
+    step = min(step, steps) if steps else step  # a job by epochs that has not reported
     progress, known = before.progress or Progress(steps=steps), before.checkpoint
     if step > progress.step:
         progress = progress.model_copy(update={"step": step, "display": percent(step, steps)})

@@ -118,10 +118,11 @@ def _check_steps(job: JobFile, foreign: Foreign) -> None:
             f"{foreign.path}: {foreign.num_steps} steps of the run and {foreign.num_updates} updates of its optimizer; "
             "these files are of two checkpoints"
         )
-    if foreign.num_steps >= job.spec.training.num_steps:
+    steps = job.spec.training.num_steps
+    if foreign.num_steps >= steps:
         raise UserError(
-            f"{foreign.path}: {foreign.num_steps} steps are trained there, spec.training.steps is "
-            f"{job.spec.training.steps}; no steps would be left to train: raise it"
+            f"{foreign.path}: {foreign.num_steps} steps are trained there, of {steps} that the job has; none would be "
+            "left to train: raise spec.training.steps or epochs"
         )
 
 
@@ -137,7 +138,9 @@ def _check_betas(foreign: Foreign, betas: tuple[float, float]) -> None:
 def _training_state(
     job: JobFile, foreign: Foreign, model: Chain, corpus: Corpus, settings: Hyperparameters
 ) -> TrainingState:
-    training = job.spec.training
+    batches, training = run_job.make_batches(job, corpus, model.objective), job.spec.training
+    job = run_job.in_steps(job, batches)
+    _check_steps(job, foreign)
     return TrainingState(
         step=foreign.num_steps,
         seed=training.seed,
@@ -146,7 +149,7 @@ def _training_state(
         scalars=powers_after(settings, foreign.num_updates),
         schedule=dataclasses.asdict(config.learning_rate(job.spec)),
         random_state=checkpoint.random_state(torch.Generator()),
-        data_xxh3=run_job.make_batches(job, corpus, model.objective).fingerprint,
+        data_xxh3=batches.fingerprint,
         tokenizer_xxh3=corpus.index.tokenizer_xxh3,
         model=model.description,
         special_tokens=corpus.special_tokens,
