@@ -54,6 +54,13 @@ def test_epochs_become_steps_and_can_be_raised(root: Path, capsys: pytest.Captur
     assert "spec.training.epochs was 1, is now 2" in printed
 
 
+def test_a_warm_up_longer_than_the_epochs_is_an_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = JOB.replace("TEXT", str(root / "text")).replace('warmupRatio: "0.1"', "warmupSteps: 100")
+    (root / "long.yaml").write_text(document, encoding="utf-8")
+    assert run_app(["run", str(root / "long.yaml"), "--output", str(root / "long")]) == 64
+    assert re.search(r"warmupSteps is 100, and 1 epoch of this data are \d+ steps: lower it", capsys.readouterr().err)
+
+
 def test_fewer_epochs_than_are_trained_are_an_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = root / "job.yaml"
     job.write_text(JOB.replace("TEXT", str(root / "text")), encoding="utf-8")

@@ -496,8 +496,13 @@ def make_batches(job: JobFile, corpus: Corpus, objective: TrainingObjective) -> 
 
 
 def in_steps(job: JobFile, batches: TokenBatches) -> JobFile:
-    """The job with as many steps as its epochs are."""
+    """The job with as many steps as its epochs are. Raises UserError when its warm-up is longer."""
     training = job.spec.training.in_steps(batches.num_sequences)
+    if (warmup := training.schedule.warmup_steps) > training.num_steps:
+        raise UserError(
+            f"spec.training.schedule.warmupSteps is {warmup}, and {counted(job.spec.training.epochs or 0, 'epoch')} of "
+            f"this data are {training.num_steps} steps: lower it, or use warmupRatio"
+        )
     return job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
 
 
