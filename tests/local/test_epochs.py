@@ -65,4 +65,5 @@ def test_fewer_epochs_than_are_trained_are_an_error(root: Path, capsys: pytest.C
     job = root / "job.yaml"
     job.write_text(JOB.replace("TEXT", str(root / "text")), encoding="utf-8")
     assert run_app(["run", str(job), "--output", str(root / "out")]) == 64
-    assert re.search(r"spec.training.epochs is 1, or \d+ steps, but \d+ are trained: raise it", capsys.readouterr().err)
+    assert re.search(r"spec.training.epochs is 1, or \d+ steps, but \d+ are trained\n", capsys.readouterr().err)
+    assert len(local_runs.events(root / "out", "end")) == 2, "rejected before an attempt"

@@ -75,6 +75,28 @@ def test_a_run_that_has_begun_resumes_its_own_checkpoint(root: Path) -> None:
     assert [one["resumed_from_step"] for one in local_runs.events(root / "gone", "start")] == [0, 1]
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over_and_told(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = Path(shutil.copytree(root / "earlier", root / "half"))
+    (file,) = damaged.glob("checkpoints/step-4.e1/tensors-00000.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert run(root, "older", LATER, TEXT=root / "new", EARLIER=damaged) == 0
+    said = capsys.readouterr().err
+    assert "skipped checkpoint: step-4.e1/tensors-00000.safetensors: expected" in said
+    assert f"loading the parameters of {damaged}/checkpoints/step-3.e1" in said
+
+
+def test_another_start_is_another_run_until_there_is_a_checkpoint(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(root, "begun", LATER, TEXT=root / "new", EARLIER=root / "earlier") == 0
+    other = LATER.replace("steps: 1,", "steps: 2,")
+    assert run(root, "begun", other, TEXT=root / "new", EARLIER=root / "earlier" / "checkpoints") == 0
+    shutil.rmtree(root / "begun" / "checkpoints")
+    capsys.readouterr()
+    assert run(root, "begun", LATER, TEXT=root / "new", EARLIER=newest(root / "earlier").path) == 64
+    assert "spec.checkpoint.from.path was " in capsys.readouterr().err
+
+
 def refusal(root: Path, capsys: pytest.CaptureFixture[str], document: str, earlier: Path, code: int) -> str:
     shutil.rmtree(root / "refused", ignore_errors=True)
     assert run(root, "refused", document, TEXT=root / "new", EARLIER=earlier) == code
@@ -84,7 +106,13 @@ def refusal(root: Path, capsys: pytest.CaptureFixture[str], document: str, earli
 def test_what_cannot_be_the_start_is_an_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = refusal(root, capsys, LATER.replace("hiddenSize: 64", "hiddenSize: 32"), root / "earlier", 64)
     assert "made for another model" in other
-    assert "text: no checkpoint; name one" in refusal(root, capsys, LATER, root / "text", 64)
+    said = refusal(root, capsys, LATER, root / "text", 64)
+    assert f"spec.checkpoint.from.path = {root}/text: no checkpoint; name one" in said
+    assert "no checkpoint; name one" in refusal(root, capsys, LATER, root / "new" / "tarfile.py", 64)
+    assert not (root / "refused").exists()
+    adapters = LATER.replace("  data:", "    lora: {rank: 2}\n  data:", 1).replace(', dropout: "0.1"', "")
+    said = refusal(root, capsys, adapters, root / "earlier", 64)
+    assert "spec.checkpoint.from: " in said and "exp_avg" not in said and "name it as model.source" in said
     damaged = Path(shutil.copytree(root / "earlier", root / "damaged"))
     for file in damaged.glob("checkpoints/step-*/*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])

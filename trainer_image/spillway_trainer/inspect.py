@@ -139,6 +139,9 @@ def _measured(chain: Chain, tokens_BT: Tensor, arguments: Mapping[str, tuple[Any
             one.width = outputs[0].shape[-1] if outputs[0].dim() else 1
             equal[signature] = one, tuple(out.detach().requires_grad_(out.requires_grad) for out in outputs)
         found[name], carried = equal[signature]
+    if len(carried) != 1 or carried[0].dim():
+        shapes = ", ".join(str(tuple(output.shape)) for output in carried)
+        raise UserError(f"spec.model: its last segment, {name}, returns {shapes}: it must return the loss, one number")
     return found
 
 

@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from spillway.api.job_file import JobFile
+from spillway.api.training import EarlyStopping
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import counted
@@ -29,7 +30,7 @@ from .activation_spill import Chosen
 from .assemble import FROZEN, Assembly, Tiers, assemble, check_device, initial_states
 from .cgroup import usable_cores, with_usable_threads
 from .checkpoints import tensors as checkpoint
-from .checkpoints.directory import CheckpointNotWritten, Epoch, Owner, newest_of, tokenizer_of
+from .checkpoints.directory import CheckpointNotWritten, Epoch, Owner, Resume, newest_at, tokenizer_of
 from .checkpoints.manifest import StoredCheckpoint, TrainingState
 from .corpus.building_peak import peak_of_building, room_for_more_text
 from .corpus.data import CHATS_NEED_CAUSAL, TokenBatches
@@ -81,16 +82,17 @@ def run_job(
         ranks.agree("plan.json", digest(plan.model_dump_json()))
         ranks.agree("model", digest(json.dumps(model.description)))
         steps = run_ranks(job, usable, model, recorder, progress, stop, ranks, device)
-    return ending_sentence(progress, steps)
+    return ending_sentence(progress, steps, job.spec.training.early_stopping)
 
 
-def ending_sentence(progress: RunProgress, steps: int) -> str:
+def ending_sentence(progress: RunProgress, steps: int, stopping: EarlyStopping | None) -> str:
     best = progress.best
-    if progress.step == steps:
+    if stopping is None or progress.step == steps:
         return f"trained to step {steps}"
+    improvement = f"an improvement of {stopping.min_delta:g}" if stopping.min_delta else "improvement"
     return (
-        f"stopped early at step {progress.step} of {steps}: {best.since} evaluations without improvement; the lowest "
-        f"evaluation loss, {best.loss:.4f}, is that of step {best.step}"
+        f"stopped early at step {progress.step} of {steps}: {counted(best.since, 'evaluation')} without {improvement}; "
+        f"the lowest evaluation loss, {best.loss:.4f}, is that of step {best.step}"
     )
 
 
@@ -115,7 +117,7 @@ def run_ranks(
     epochs, job = job.spec.training.epochs, in_steps(job, batches)
     training = job.spec.training
     if ranks.world.is_first:
-        each = f"{batches.num_sequences:,} sequences: {training.steps:,} steps"
+        each = f"{counted(batches.num_sequences, 'sequence')}: {counted(training.num_steps, 'step')}"
         say(recorder, f"{counted(epochs, 'epoch')} of {each}" if epochs else "")
         say(recorder, batches.cut)
         say(recorder, batches.evaluated)
@@ -125,8 +127,10 @@ def run_ranks(
     with assembled(job, plan, model, ranks, device) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
         loss_scale = config.loss_scale(job.spec)
-        start = start_of(job) if epoch is not None and epoch.resume.checkpoint is None else None
-        checkpoints = RunCheckpoints(job, epoch, assembly, batches, corpus, learning_rate, ranks, loss_scale, start)
+        start = start_of(job) if epoch is not None and epoch.resume.checkpoint is None else Resume(None, ())
+        checkpoints = RunCheckpoints(
+            job, epoch, assembly, batches, corpus, learning_rate, ranks, loss_scale, start.checkpoint
+        )
         if ranks.world.size == 1:
             checkpoints.memory = HostSlab(plan.snapshot_bytes).memory.zero_()  # resident from the start, as planned
         recorder.preparing(checkpoints.origin)
@@ -156,10 +160,11 @@ def run_ranks(
             epoch=job.epoch,
             resumed_from_step=progress.step,
             steps=training.num_steps,
+            sequences=batches.num_sequences,
             isa=native.isa(),
             io_backend=assembly.io_backend(),
             parameters=sum(shape.numel() for shape in assembly.parameter_shapes().values()),
-            passed_over=[] if epoch is None else [str(problem) for problem in epoch.resume.passed_over],
+            passed_over=[] if epoch is None else [*map(str, (*epoch.resume.passed_over, *start.passed_over))],
         )
         assembly.tell_choices(partial(tell_choice, recorder))
         live_correction.attach(
@@ -250,10 +255,16 @@ def start_epoch(job: JobFile) -> Epoch:
     return epoch
 
 
-def start_of(job: JobFile) -> StoredCheckpoint | None:
-    """What spec.checkpoint.from names. Raises UserError."""
+def start_of(job: JobFile) -> Resume:
+    """What spec.checkpoint.from names; no checkpoint without it. Raises UserError."""
     place, field = job.spec.checkpoint.from_, "spec.checkpoint.from"
-    return None if place is None else newest_of(directory_of(place, job.claims, field), field)
+    if place is None:
+        return Resume(None, ())
+    directory = directory_of(place, job.claims, field)
+    try:
+        return newest_at(directory)
+    except UserError as error:
+        raise UserError(f"{field} = {directory}: {error}") from error
 
 
 def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks, recorder: Recorder) -> Corpus:
@@ -513,7 +524,7 @@ def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRec
         raise UserError(CHATS_NEED_CAUSAL)
     if source is not None:
         return TokenizerRecipe(model_directory=source_directory(source, job.claims))
-    start = None if has_corpus(Path(job.corpus_directory)) else start_of(job)
+    start = None if has_corpus(Path(job.corpus_directory)) else start_of(job).checkpoint
     if start is not None:
         return TokenizerRecipe(model_directory=tokenizer_of(start).parent)
     return TokenizerRecipe(has_mask=objective is TrainingObjective.MASKED)

@@ -168,7 +168,7 @@ class EarlyStopping(Fields):
         description="Evaluations in a row without improvement after which training ends; the job is then Complete."
     )
     min_delta: Number = Field(
-        default=0.0, description="How far below the lowest evaluation loss so far an improvement must be, at least."
+        default=0.0, description="An improvement is lower than the lowest evaluation loss so far by more than this."
     )
 
 

@@ -45,6 +45,8 @@ class Start:
     """Problems of the newer checkpoints that were skipped at resume."""
     steps: int = 0
     """Steps to train, all attempts together; 0: unknown, as in a sweep."""
+    sequences: int = 0
+    """That an epoch trains on; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,8 @@ class RunLog:
 
     def steps_planned(self, training: Training) -> int:
         """Of a run that is no sweep; 0: it trains by epochs, and no attempt has counted them yet."""
-        return training.steps or (self.starts[-1].steps if self.starts else 0)
+        known = self.starts[-1].sequences if self.starts else 0
+        return training.in_steps(known).num_steps if known or training.steps else 0
 
     @property
     def num_restarts(self) -> int:
@@ -269,6 +272,7 @@ def start(time: float, _: int, fields: dict[str, Any]) -> Start:
         int(fields["parameters"]),
         tuple(map(str, fields.get("passed_over", ()))),
         int(fields.get("steps", 0)),
+        int(fields.get("sequences", 0)),
     )
 
 

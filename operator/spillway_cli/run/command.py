@@ -106,7 +106,10 @@ def run_in(
         if not job.spec.members:
             local_run.refuse_lost_checkpoints(directory)
         if local_run.is_complete(directory, job):
-            done = "every member has ended" if job.spec.members else read_run_log(directory.log).ends[-1].message
+            log = read_run_log(directory.log)
+            steps, end = log.steps_planned(job.spec.training), log.ends[-1]
+            trained = f"trained to step {steps}" if end.step == steps else end.message
+            done = "every member has ended" if job.spec.members else trained
             console.print(f"{directory.path}: already complete, {done}")
             return finish(directory, job, [], options.format)
         resources = probe(spill[0], further=spill[1:])

@@ -122,6 +122,8 @@ def _missing(
     try:
         if is_text:
             text_source(path, field)
+        if field == "spec.checkpoint.from":
+            checkpoint_directory.checkpoints_at(path)
     except UserError as error:
         return FieldProblem(f"{field}.{name}", value, str(error).removeprefix(f"{field}: "))
     return None
@@ -160,7 +162,11 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
         if run.checkpoints.exists():
             raise UserError(f"--output {run.path}: has checkpoints but no job.json; name another directory")
         return []
-    there, here = identity_of(earlier.spec, job.spec), identity_of(job.spec, earlier.spec)
+    with_start = not any(run.checkpoints.glob("**/step-*.e*/"))
+    there, here = (
+        identity_of(one, other, with_start=with_start)
+        for one, other in ((earlier.spec, job.spec), (job.spec, earlier.spec))
+    )
     differing = [*differing_fields(earlier.name, job.metadata.name, "metadata.name")]
     differing += differing_fields(there, here, "spec")
     lines = {path: f"{path} was {shown(before)}, is now {shown(now)}" for path, before, now in differing}
@@ -174,16 +180,19 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
     sweeps_may = () if job.spec.compared_by.halving else MAY_CHANGE[:1]
     may_change = sweeps_may if job.spec.members else MAY_CHANGE
     wrong = [line for path, line in lines.items() if not path.startswith(may_change)]
-    wrong += [
-        f"spec.training.steps{f' of member {name}' if name else ''} is {steps}, but {trained[name]} are trained"
-        for name, one in named_specs(job.spec).items()
-        if (steps := one.training.num_steps) < trained.get(name, 0)
-    ]
+    log = read_run_log(run.log)
+    for name, one in named_specs(job.spec).items():
+        steps, epochs = log.steps_planned(one.training), one.training.epochs
+        if steps and steps < trained.get(name, 0):
+            of_member = f" of member {name}" if name else ""
+            asked = f"steps{of_member} is {steps}" if epochs is None else f"epochs is {epochs}, or {steps} steps"
+            wrong.append(f"spec.training.{asked}, but {trained[name]} are trained")
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong)
         raise UserError(
             f"--output {run.path}: contains a run that this job does not continue:{listed}\n"
-            "restore these values (steps: at least as many as are trained) to continue it, or name another directory"
+            "restore these values (steps, epochs: at least as many as are trained) to continue it, or name another "
+            "directory"
         )
     return [*lines.values()]
 
@@ -207,14 +216,20 @@ def forget_text(run: RunDirectory) -> None:
         plan.unlink(missing_ok=True)
 
 
-def identity_of(spec: TrainingJobSpec, others: TrainingJobSpec) -> dict[str, Any]:
+def identity_of(spec: TrainingJobSpec, others: TrainingJobSpec, *, with_start: bool) -> dict[str, Any]:
     """The parts of the spec that identify a run, including what members change. Members may join and leave a sweep
     unless halving rounds compare them: without halving, only members that are also in `others` are included."""
     fixed = spec.model_dump(mode="json", by_alias=True, include=set(IDENTITY))
     halves = any(one.objective is not None and one.objective.halving for one in (spec, others))
     there = {member.name for member in others.members}
     members = {one.name: one.changes for one in spec.members if halves or one.name in there}
-    return {**fixed, "members": members}
+    return {**fixed, "members": members, **(start_of(spec) if with_start else {})}
+
+
+def start_of(spec: TrainingJobSpec) -> dict[str, Any]:
+    """What a run begins from, as long as it has no checkpoint of its own."""
+    place = spec.checkpoint.from_
+    return {"checkpoint": {"from": None if place is None else place.model_dump(mode="json", by_alias=True)}}
 
 
 def differing_fields(there: object, here: object, path: str) -> Iterator[tuple[str, object, object]]:
@@ -243,9 +258,6 @@ def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
             for name, one in named_specs(job.spec).items()
         )
     training, steps = job.spec.training, log.steps_planned(job.spec.training)
-    earlier = read_job_file(run.job_file)
-    if earlier is None or earlier.spec.training.epochs != training.epochs:
-        return False
     if log.ends[-1].step < steps and training.early_stopping is None:
         return False
     found = checkpoint_directory.choose_resume(run.checkpoints).checkpoint

@@ -334,6 +334,24 @@ def test_a_forward_that_depends_on_values_is_an_error(
         inspect_module.inspect(spec_of("llama"), {})
 
 
+class Unsummed(nn.Module):
+    """A head that returns a loss for each token."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, x_BTD: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
+        return self.head(x_BTD, labels_BT, num_tokens) + x_BTD[..., 0]
+
+
+def test_a_loss_that_is_not_one_number_is_an_error() -> None:
+    chain = build_model(spec_of("llama"))
+    chain.head = Unsummed(chain.head)
+    with pytest.raises(UserError, match=r"its last segment, head, returns \(.*\): it must return the loss, one number"):
+        shape_of_chain(chain, BATCH, LENGTH)
+
+
 @pytest.mark.ci
 def test_the_command_refuses_with_a_sentence(tmp_path: Path) -> None:
     document = yaml.safe_load(SPEC)

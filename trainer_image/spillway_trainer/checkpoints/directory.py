@@ -137,23 +137,28 @@ def choose_resume(directory: Path) -> Resume:
     return Resume(None, ())
 
 
-def newest_of(path: Path, field: str) -> StoredCheckpoint:
-    """The checkpoint at `path`, or the newest intact one of a run: of a directory of checkpoints, or of the --output of
-    `spillway run`. Raises UserError, with the `field` that names it, when there is none or none is intact."""
-    if CheckpointName.parse(path.name) is not None:
-        problems = list(map(str, verify_checkpoint(path)))
-        found = None if problems else open_checkpoint(path)
-    else:
-        try:
-            below = path / "checkpoints"
-            problems, found = [], choose_resume(below if below.is_dir() else path).checkpoint
-        except CheckpointCorrupt as error:
-            problems, found = cast("list[str]", error.details["problems"]), None
-    if problems:
-        raise UserError(f"{field} = {path}: not intact: {problems[0]}; put a good copy back, or name another")
-    if found is None:
-        raise UserError(f"{field} = {path}: no checkpoint; name one, or a directory of a run's checkpoints")
-    return found
+def checkpoints_at(path: Path) -> Path:
+    """`path` itself, a checkpoint or a directory of them; or that directory of a run, the --output of `spillway run`.
+    Raises UserError when there is no checkpoint."""
+    below = path / "checkpoints"
+    place = below if below.is_dir() else path
+    if not place.is_dir() or not (CheckpointName.parse(place.name) or names_in(place)):
+        raise UserError("no checkpoint; name one, or the directory of a run or of its checkpoints")
+    return place
+
+
+def newest_at(path: Path) -> Resume:
+    """The checkpoint at `path`, or the newest intact one of a run. Raises UserError when there is none."""
+    place = checkpoints_at(path)
+    try:
+        if CheckpointName.parse(place.name) is None:
+            return choose_resume(place)
+        problems = list(map(str, verify_checkpoint(place)))
+        if not problems:
+            return Resume(open_checkpoint(place), ())
+    except CheckpointCorrupt as error:
+        problems = cast("list[str]", error.details["problems"])
+    raise UserError(f"not intact: {problems[0]}; put a good copy back, or name another")
 
 
 def tokenizer_of(checkpoint: StoredCheckpoint, places: Iterable[Path] = ()) -> Path:

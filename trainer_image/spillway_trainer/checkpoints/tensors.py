@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -143,7 +143,13 @@ def load(
 
     Raises UserError before the first tensor when names or shapes are not the model's.
     """
-    _check_shapes(checkpoint, shapes, statistics)
+    state = checkpoint.manifest.state
+    settings = Hyperparameters(rule=UpdateRule(state.rule), moments=MomentType(state.moments))
+    _check_shapes(checkpoint, settings, settings.rule.state_kinds, shapes, statistics)
+    return _loaded(checkpoint, statistics)
+
+
+def _loaded(checkpoint: StoredCheckpoint, statistics: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
     tensors, moments = checkpoint.manifest.tensors, MOMENT_DTYPES[MomentType(checkpoint.manifest.state.moments)]
     for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
         with safe_open(checkpoint.path / file_name, framework="pt") as file:
@@ -158,7 +164,14 @@ def load_parameters(
     checkpoint: StoredCheckpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]] = NONE
 ) -> Iterator[tuple[str, Tensor]]:
     """As `load`, without the optimizer's moments: of a run that starts from another's parameters."""
-    loaded = load(checkpoint, shapes, statistics)
+    try:
+        _check_shapes(checkpoint, Hyperparameters(), (MASTER,), shapes, statistics)
+    except UserError as error:
+        raise UserError(
+            f"spec.checkpoint.from: {error}; to train adapters on it, or change it, export it (spillway ckpt export) "
+            "and name it as model.source"
+        ) from error
+    loaded = _loaded(checkpoint, statistics)
     return ((name, value) for name, value in loaded if name in statistics or name.startswith(f"{MASTER}."))
 
 
@@ -218,16 +231,21 @@ def restore_random_state(text: str) -> None:
 
 
 def _check_shapes(
-    checkpoint: StoredCheckpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]]
+    checkpoint: StoredCheckpoint,
+    settings: Hyperparameters,
+    kinds: Collection[str],
+    shapes: Mapping[str, Sequence[int]],
+    statistics: Mapping[str, Sequence[int]],
 ) -> None:
-    state = checkpoint.manifest.state
-    settings = Hyperparameters(rule=UpdateRule(state.rule), moments=MomentType(state.moments))
+    """Of the states of these `kinds`, and of the running statistics."""
     wanted = {
         f"{kind}.{name}": settings.state_shape(kind, torch.Size(shape))
-        for kind in settings.rule.state_kinds
+        for kind in kinds
         for name, shape in shapes.items()
     } | {name: tuple(shape) for name, shape in statistics.items()}
-    found = {name: entry.shape for name, entry in checkpoint.manifest.tensors.items()}
+    read = {*kinds, "buffer"}
+    tensors = checkpoint.manifest.tensors
+    found = {name: entry.shape for name, entry in tensors.items() if name.partition(".")[0] in read}
     if wanted == found:
         return
     differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))

@@ -383,9 +383,10 @@ class Sweep:
     def _attached(self, member: MemberRun, text: Text, assembly: Assembly, base: Base | None = None) -> Run:
         """The member with its states, ready to train on."""
         begins = member.states is None and member.epoch.resume.checkpoint is None
+        start = start_of(member.job).checkpoint if begins else None
         checkpoints = RunCheckpoints(
             member.job, member.epoch, assembly, text.batches, text.corpus, config.learning_rate(member.job.spec),
-            ONE_RANK, member.loss_scale, start_of(member.job) if begins else None, base_is_there=base is not None,
+            ONE_RANK, member.loss_scale, start, base_is_there=base is not None,
         )  # fmt: skip
         self._attach(member, assembly, checkpoints)
         held, peak = self.parking.held_bytes, self.parking.take_peak_bytes()
