@@ -225,7 +225,8 @@ def _translate(model: type[BaseModel], detail: ErrorDetails, lines: Lines, docum
 
 
 def _with_line(problem: str, location: Location, lines: Lines) -> str:
-    line = lines.get(location)
+    """Of a missing field the line of the map that lacks it."""
+    line = lines.get(location) or lines.get(location[:-1])
     return f"{problem} (line {line})" if line else problem
 
 
