@@ -75,6 +75,7 @@ def test_a_run_that_has_begun_resumes_its_own_checkpoint(root: Path) -> None:
     assert [one["resumed_from_step"] for one in local_runs.events(root / "gone", "start")] == [0, 1]
 
 
+@pytest.mark.ci
 def test_a_damaged_newest_checkpoint_is_passed_over_and_told(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged = Path(shutil.copytree(root / "earlier", root / "half"))
     (file,) = damaged.glob("checkpoints/step-4.e1/tensors-00000.safetensors")
@@ -85,6 +86,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_told(root: Path, capsys:
     assert f"loading the parameters of {damaged}/checkpoints/step-3.e1" in said
 
 
+@pytest.mark.ci
 def test_another_start_is_another_run_until_there_is_a_checkpoint(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +105,7 @@ def refusal(root: Path, capsys: pytest.CaptureFixture[str], document: str, earli
     return capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_what_cannot_be_the_start_is_an_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = refusal(root, capsys, LATER.replace("hiddenSize: 64", "hiddenSize: 32"), root / "earlier", 64)
     assert "made for another model" in other
