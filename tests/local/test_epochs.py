@@ -40,7 +40,7 @@ def test_epochs_become_steps_and_can_be_raised(root: Path, capsys: pytest.Captur
     for epochs, ends in ((1, 1), (1, 1), (2, 2)):
         printed = train(root, epochs, capsys)
         log = (root / "out" / "attempts" / f"attempt-{ends}" / "trainer.log").read_text(encoding="utf-8")
-        counted = re.search(r"(\d+) epochs? of ([\d,]+) sequences: ([\d,]+) steps", log)
+        counted = re.search(r"(\d+) epochs? of (\d+) sequences: (\d+) steps", log)
         assert counted is not None
         sequences, steps = int(counted[2]), int(counted[3])
         assert (int(counted[1]), steps) == (epochs, -(-epochs * sequences // 8))

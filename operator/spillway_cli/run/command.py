@@ -183,13 +183,12 @@ def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt
     members, logs = record.members, record.member_logs
     summary = of_the_best(summarize(joined(record.log, logs), record.plan, record.measured), members, logs)
     report = report_if_possible(record, directory.report)
+    planned = steps_made(members)[1] if members else record.log.steps_planned(job.spec.training)
     if output is Format.JSON:
-        planned = record.log.steps_planned(job.spec.training)
         print_json({**as_json(directory, job, attempts, summary, report, planned), **sweep_json(members)})
     else:
         if members:
             result_console().print(members_table(members))
-        planned = steps_made(members)[1] if members else record.log.steps_planned(job.spec.training)
         result_console().print(summary_table(job, summary, planned))
         if report is not None:
             result_console().print(f"report: {report}")

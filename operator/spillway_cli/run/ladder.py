@@ -26,6 +26,7 @@ from spillway.planning.pod_resources import pod_resources
 
 from ..record.attempt_ends import PLAN, Attempt, Rung, plan_of_attempt, read_ended
 from ..record.directory import RunDirectory, epochs_of, write_atomic
+from ..record.log import read_run_log
 from .local_run import LocalFiles, steps_trained
 
 Planned = Callable[[TrainingJob, Corrections], MemoryPlan | Infeasible]
@@ -53,7 +54,7 @@ def earlier_failures(run: RunDirectory, job: TrainingJob, num_ranks: int) -> tup
 
 def trained_on(run: RunDirectory) -> DeviceKind | None:
     """The device kind of the last attempt; None before the first step."""
-    epochs = epochs_of(run.attempts) if steps_trained(run) else []
+    epochs = epochs_of(run.attempts) if steps_trained(run, read_run_log(run.log)) else []
     plan = plan_of_attempt(run, epochs[-1]) if epochs else None
     return None if plan is None else plan.device
 

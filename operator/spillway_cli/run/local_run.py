@@ -31,7 +31,7 @@ from spillway_trainer.tiers.volumes import refuse_memory
 
 from ..record.attempt_ends import Attempt, Rung
 from ..record.directory import RunDirectory, is_text, write_atomic
-from ..record.log import read_run_log
+from ..record.log import RunLog, read_run_log
 from .attempts import StopSignals, Trainer, Watcher, run_attempts
 
 IDENTITY = ("model", "data", "training", "objective")
@@ -162,7 +162,8 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
         if run.checkpoints.exists():
             raise UserError(f"--output {run.path}: has checkpoints but no job.json; name another directory")
         return []
-    with_start = not any(run.checkpoints.glob("**/step-*.e*/"))
+    log, places = read_run_log(run.log), checkpoint_places(run).values()
+    with_start = not any(map(checkpoint_directory.names_in, places))
     there, here = (
         identity_of(one, other, with_start=with_start)
         for one, other in ((earlier.spec, job.spec), (job.spec, earlier.spec))
@@ -173,14 +174,13 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
     if bool(earlier.spec.members) != bool(job.spec.members):
         was, now = ("a sweep", "one run") if earlier.spec.members else ("one run", "a sweep")
         lines = {"spec.members": f"spec.members: {was} was trained there, and this job is {now}", **lines}
-    if not (trained := steps_trained(run)):
-        if lines or any(end.exit_code == ExitCode.USER_ERROR for end in read_run_log(run.log).ends[-1:]):
+    if not (trained := steps_trained(run, log)):
+        if lines or any(end.exit_code == ExitCode.USER_ERROR for end in log.ends[-1:]):
             forget_text(run)
         return []
     sweeps_may = () if job.spec.compared_by.halving else MAY_CHANGE[:1]
     may_change = sweeps_may if job.spec.members else MAY_CHANGE
     wrong = [line for path, line in lines.items() if not path.startswith(may_change)]
-    log = read_run_log(run.log)
     for name, one in named_specs(job.spec).items():
         steps, epochs = log.steps_planned(one.training), one.training.epochs
         if steps and steps < trained.get(name, 0):
@@ -197,11 +197,15 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
     return [*lines.values()]
 
 
-def steps_trained(run: RunDirectory) -> dict[str, int]:
+def checkpoint_places(run: RunDirectory) -> dict[str, Path]:
+    """Member ("" unless a sweep) -> directory of its checkpoints."""
+    return {"": run.checkpoints} | {directory.name: directory for directory in run.member_checkpoints.glob("*")}
+
+
+def steps_trained(run: RunDirectory, log: RunLog) -> dict[str, int]:
     """Member ("" unless a sweep) -> the last step with a log line or a checkpoint from any attempt."""
-    log, places = read_run_log(run.log), [("", run.checkpoints)]
-    places += [(directory.name, directory) for directory in run.member_checkpoints.glob("*")]
     found = [("", step) for step in log.steps] + [(one.member, one.step) for one in log.members.values()]
+    places = checkpoint_places(run).items()
     found += [(member, name.step) for member, place in places for name in checkpoint_directory.names_in(place)]
     return {member: step for member, step in sorted(found) if step}
 

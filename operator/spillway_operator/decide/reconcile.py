@@ -341,15 +341,15 @@ def _after_the_end(case: Case) -> Desired:
 
 
 def _completed(case: Case, attempt: AttemptObject) -> Desired:
-    may_stop_early = given(case.spec, "training.earlyStopping") is not None or not num_steps(case.spec)
-    needs = missing(case, "pods") if may_stop_early else frozenset()
+    trainer_decides = given(case.spec, "training.earlyStopping") is not None or not num_steps(case.spec)
+    needs = missing(case, "pods") if trainer_decides else frozenset()
     if needs:
         return Desired(needs=needs)
     case = _accounted(case, Cause(COMPLETED, ""), case.attempts.short_in_a_row, attempt.outcome_time)
     total, known, asked = case.attempts.total, case.status.progress, case.steps
     # For a sweep as many as were reported: successive halving may have stopped members.
     steps = known.steps if case.status.members and known is not None else asked
-    said = completed_rank(case.observed.pods or ()) if may_stop_early else None
+    said = completed_rank(case.observed.pods or ()) if trainer_decides else None
     if said is not None and said.step:
         steps = min(said.step, steps or said.step)
     case = case.changed(progress=at_the_end(known, steps), completion_time=case.now)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -147,8 +148,10 @@ def checkpoints_at(path: Path) -> Path:
     return place
 
 
+@cache
 def newest_at(path: Path) -> Resume:
-    """The checkpoint at `path`, or the newest intact one of a run. Raises UserError when there is none."""
+    """The checkpoint at `path`, or the newest intact one of a run; every byte of it is read, once per process. Raises
+    UserError when there is none."""
     place = checkpoints_at(path)
     try:
         if CheckpointName.parse(place.name) is None:

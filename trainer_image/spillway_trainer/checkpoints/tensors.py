@@ -146,12 +146,15 @@ def load(
     state = checkpoint.manifest.state
     settings = Hyperparameters(rule=UpdateRule(state.rule), moments=MomentType(state.moments))
     _check_shapes(checkpoint, settings, settings.rule.state_kinds, shapes, statistics)
-    return _loaded(checkpoint, statistics)
+    return _loaded(checkpoint, checkpoint.manifest.tensors, statistics)
 
 
-def _loaded(checkpoint: StoredCheckpoint, statistics: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+def _loaded(
+    checkpoint: StoredCheckpoint, wanted: Iterable[str], statistics: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The `wanted` tensors, in the manifest's order."""
     tensors, moments = checkpoint.manifest.tensors, MOMENT_DTYPES[MomentType(checkpoint.manifest.state.moments)]
-    for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
+    for file_name, names in groupby(wanted, key=lambda name: tensors[name].file):
         with safe_open(checkpoint.path / file_name, framework="pt") as file:
             for name in names:
                 tensor = file.get_tensor(name)
@@ -171,8 +174,9 @@ def load_parameters(
             f"spec.checkpoint.from: {error}; to train adapters on it, or change it, export it (spillway ckpt export) "
             "and name it as model.source"
         ) from error
-    loaded = _loaded(checkpoint, statistics)
-    return ((name, value) for name, value in loaded if name in statistics or name.startswith(f"{MASTER}."))
+    tensors = checkpoint.manifest.tensors
+    read = [name for name in tensors if name in statistics or name.startswith(f"{MASTER}.")]
+    return _loaded(checkpoint, read, statistics)
 
 
 def check_same_run(
