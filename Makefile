@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 .PHONY: help env demo test test-ci test-cluster test-all check format crds bench pictures cluster-up cluster-down cluster-status images clean
 .DEFAULT_GOAL := help
 
-help: ## this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 $(UV):
@@ -21,38 +21,39 @@ $(UV):
 	$(UV) sync --locked --quiet --python $(PYTHON)
 	@touch $@
 
-env: .venv/.in-step ## .venv from the lock file, native library built
+env: .venv/.in-step ## make .venv from the lock file, and build the native library
 
-demo: env ## from nothing to a finished training run under a memory budget (OUTPUT=demo)
+demo: env ## train a small model under a memory budget, in the directory OUTPUT (default: demo)
 	$(RUN)spillway demo --output $(OUTPUT)
 
-# A worker a core, four at most; a file a worker; whatever is left running at the end, or at Ctrl-C, is ended (hack/supervised.py).
+# One worker per core, at most four; a worker runs whole test files. At the end, or at Ctrl-C, hack/supervised.py ends all
+# processes that tests started.
 SUPERVISED := $(RUN)python hack/supervised.py
 PYTEST     := $(RUN)pytest --durations 20 $(ARGS)
 BY_FILES   := --dist loadscope --no-loadscope-reorder
 PARALLEL   := --numprocesses logical --maxprocesses 4 $(BY_FILES)
-# Files beside each other, but for tests/cluster/alone (CLUSTER_WORKERS=1 beside other work).
+# Test files run in parallel, except tests/cluster/alone. Set CLUSTER_WORKERS=1 if other work runs on the machine.
 CLUSTER_WORKERS ?= 3
 
-test: env ## minutes: any user, no cluster, no compiler (ARGS="-k lanes tests/parity" for some of it)
+test: env ## run the quick tests, in minutes; no root, cluster or compiler (some of them: ARGS="-k lanes tests/parity")
 	$(SUPERVISED) $(PYTEST) $(PARALLEL)
 
-test-ci: env ## the same tests and more, deeper: real processes, sanitizers, ranks; what CI runs besides the cluster's
+test-ci: env ## run CI's tests except those on a cluster: more cases, real processes, sanitizers, several ranks
 	SPILLWAY_DEPTH=ci $(SUPERVISED) $(PYTEST) $(PARALLEL)
 
-test-cluster: env ## on a real Kubernetes that it boots and removes; root on Linux (SPILLWAY_DEPTH=ci: all that CI runs of it)
+test-cluster: env ## run the quick cluster tests on a Kubernetes of their own; root (SPILLWAY_DEPTH=ci: those of CI)
 	$(SUPERVISED) $(PYTEST) --numprocesses $(CLUSTER_WORKERS) $(BY_FILES) tests/cluster
 
-# A folder after the other, in processes of their own: what a worker compiles and keeps would not fit in memory.
-# No stacks after ten minutes: to write them while a test runs can end its process.
+# One folder after the other, each in new processes: what one worker compiles and caches for all of them would not fit in
+# memory. No stacks are written after ten minutes, because writing them while a test runs can crash its process.
 PARTS := tests/contract $(filter-out %/__pycache__,$(wildcard tests/unit/* tests/parity/*)) tests/faults tests/local tests/gpu
-test-all: env ## everything and every sweep in full, on the cluster, too: hours
+test-all: env ## run all tests with all their cases, also on the cluster: hours
 	for part in $(PARTS); do \
 	  SPILLWAY_DEPTH=all $(SUPERVISED) $(PYTEST) -o faulthandler_timeout=0 $(PARALLEL) $$part || failed="$$failed $$part"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 	SPILLWAY_DEPTH=all $(MAKE) --no-print-directory test-cluster
 
-check: env ## ruff, mypy --strict, import-linter, generated files in step
+check: env ## run ruff, mypy --strict and import-linter, and check that generated files are up to date
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
 	$(RUN)mypy
@@ -61,36 +62,36 @@ check: env ## ruff, mypy --strict, import-linter, generated files in step
 	$(RUN)python charts/chart_files.py --check
 	$(RUN)python hack/field_reference.py --check
 
-format: env ## let ruff mend what it can
+format: env ## let ruff fix and format the code
 	$(RUN)ruff check --fix .
 	$(RUN)ruff format .
 
-crds: env ## what is generated: crds/*.yaml and docs/fields.md from operator/spillway/api, dashboards, rules
+crds: env ## write the generated files: CRDs, docs/fields.md, dashboards, alert and recording rules
 	$(RUN)python -m spillway.api.crd
 	$(RUN)python charts/chart_files.py
 	$(RUN)python hack/field_reference.py
 
-bench: env ## against fio, DeepSpeed and torch, in turns, the update as modelled, placement as simulated, the operator beside a Prometheus that lies, with 1,000 jobs, and beside a greedy namespace; figures in build/bench (BENCH=--quick for a minute each, all but the first five; needs fio, libaio, root for the last two)
+bench: env ## run the benchmarks against fio, DeepSpeed, torch and simulations; figures in build/bench (BENCH=--quick: a minute each, but for the first five; needs fio and libaio, and root for the last two)
 	SPILLWAY_DEPTH=ci $(PYTEST) tests/unit/benchmarks
 	@mkdir -p build/bench
-	for each in optimizer_offload spill_io cpu_adam step_time overlap nvme_states activation_spill end_to_end model_spill placement lying_metrics operator_scale operator_fairness; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
+	for each in optimizer_offload spill_io cpu_adam step_time overlap nvme_states activation_spill end_to_end exchange model_spill many_devices placement lying_metrics operator_scale operator_fairness; do $(RUN)python benchmarks/$$each.py $(BENCH) --json build/bench/$$each.json || exit 1; done
 
-pictures: env ## docs/pictures/jobs.svg, from runs made now: a quiet machine, ten minutes
+pictures: env ## draw docs/pictures/jobs.svg from runs made now; ten minutes on an otherwise idle machine
 	$(RUN)python benchmarks/pictures.py
 
 TESTBED := PYTHONPATH=hack $(PYTHON) -m testbed
 
-cluster-up: ## a real Kubernetes on this machine (ARGS="--fake-nodes 4 --fake-gpus 4 --prometheus"); needs root
+cluster-up: ## start a Kubernetes on this machine; root (ARGS="--fake-nodes 4 --fake-gpus 4 --prometheus")
 	@$(TESTBED) up $(ARGS)
 
-cluster-down: ## end it and put the machine back
+cluster-down: ## end this Kubernetes and undo its changes to the machine
 	@$(TESTBED) down
 
-cluster-status: ## what of it runs, and where
+cluster-status: ## show which processes of this Kubernetes run, and where
 	@$(TESTBED) status $(ARGS)
 
-images: ## operator and trainer image as archives, by buildah (ARGS=operator for one); needs root
+images: ## build operator and trainer image with buildah, as archives (ARGS=operator: only one); root
 	@$(PYTHON) hack/images.py $(ARGS)
 
-clean: ## remove what the other targets made
+clean: ## remove .venv, build and the tools' caches
 	rm -rf .venv $(TOOLS) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

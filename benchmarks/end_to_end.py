@@ -31,8 +31,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -123,18 +124,16 @@ class Contestant:
         for pid in pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
         cpu, begin = sum(map(cpu_seconds, pids)), time.perf_counter()
-        self._signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT, pids)
         self._wait(self.steps + num_steps)
         seconds = time.perf_counter() - begin
-        self._signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP, pids)
         self.seconds.append(seconds / num_steps)
         self.cpu_seconds.append((sum(map(cpu_seconds, pids)) - cpu) / num_steps)
         self.peak_bytes.append(max(map(peak_resident_bytes, pids)))
 
     def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        for pid in self._pids():
-            os.kill(pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
 
     def _pids(self) -> list[int]:
@@ -150,9 +149,11 @@ class Contestant:
             found += [child for child, parent in parents.items() if parent == pid]
         return found
 
-    def _signal(self, number: int) -> None:
-        for pid in self._pids():
-            os.kill(pid, number)
+    def _signal(self, number: int, pids: Sequence[int] = ()) -> None:
+        """To all, or to `pids`: looking for them takes a while, in which a contestant would go on for nothing."""
+        for pid in pids or self._pids():
+            with suppress(ProcessLookupError):  # a short-lived child
+                os.kill(pid, number)
 
     def _wait(self, steps: int) -> None:
         """Until so many lines of steps are there."""
@@ -254,17 +255,28 @@ def idle_bytes(ring: Ring, family: str) -> dict[str, int]:
     return found | {name: found[same] for name, same in IDLE.items()}
 
 
+def in_turns(
+    opened: ExitStack, makes: Mapping[str, Callable[[], Contestant]], at_once: int, rounds: int, num_steps: int
+) -> dict[str, Contestant]:
+    """The contestants, made `at_once` at a time and closed with `opened`, after their turns of `num_steps` steps: each
+    round begins with another one."""
+    starting = opened.enter_context(ThreadPoolExecutor(at_once))
+    starts = {name: starting.submit(make) for name, make in makes.items()}
+    for start in starts.values():
+        opened.callback(lambda start=start: start.result().close())
+    running = {name: start.result() for name, start in starts.items()}
+    names = list(running)
+    for number in range(rounds):
+        for position in range(len(names)):
+            running[names[(position + number) % len(names)]].turn(num_steps)
+    return running
+
+
 def measure_cell(ring: Ring, cell: Cell, rounds: int, idle: Mapping[str, int]) -> dict[str, Ratio]:
     made = contestants(ring, cell, ring.half_of_activations(cell))
-    with ExitStack() as opened, ThreadPoolExecutor(2) as starting:
-        starts = {name: starting.submit(make, cell.model) for name, make in made.items()}
-        for start in starts.values():
-            opened.callback(lambda start=start: start.result().close())
-        running = {name: start.result() for name, start in starts.items()}
-        names = list(running)
-        for number in range(rounds):
-            for position in range(len(names)):
-                running[names[(position + number) % len(names)]].turn(cell.num_steps)
+    with ExitStack() as opened:
+        makes = {name: partial(make, cell.model) for name, make in made.items()}
+        running = in_turns(opened, makes, 2, rounds, cell.num_steps)
     print(f"\n{cell.name}\n{'':20}{'s/step':>9}{'CPU s':>9}{'tokens/s':>10}{'peak MiB':>10}")
     for name, one in running.items():
         seconds, cpu = median(one.seconds), median(one.cpu_seconds)

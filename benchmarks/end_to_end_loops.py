@@ -1,9 +1,12 @@
-"""The rivals of end_to_end.py: one process that trains until it is killed, and writes a line to a file after each step.
+"""The rivals of end_to_end.py and exchange.py: a process that trains until it is killed, and writes a line to a file
+after each step.
 
     python end_to_end_loops.py '{"loop": "torch", "model": {...}, "tokens": 512, "threads": 1, "pool": true, ...}'
 
 loop     `torch`, a bare loop: forward, backward, clip_grad_norm_, fused AdamW. `trainer`, Hugging Face's Trainer with
-         the same optimizer. `deepspeed`, DeepSpeed's engine with the configuration in `engine`.
+         the same optimizer. `ddp`, the bare loop in DistributedDataParallel with `micro_batches` a step, on two
+         ranks (it starts the other one) that meet at `port`. `deepspeed`, DeepSpeed's engine with the configuration in
+         `engine`.
 pool     torch's tensors come from Spillway's pool, with its environment; else all is as torch has it.
 checkpointing   `gradient_checkpointing_enable()`
 """
@@ -13,8 +16,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +63,35 @@ def made() -> transformers.PreTrainedModel:
     return model.train()
 
 
-def bare(model: Any, tell: Callable[[], None]) -> None:
+def bare(model: Any, tell: Callable[[], None], each: Callable[[dict[str, Tensor]], None] | None = None) -> None:
+    """`each`: a step's forward and backward of a batch, where it is not the plain one."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for batch in batches(GIVEN["tokens"], model.config.vocab_size):
-        model(**batch).loss.backward()
+        if each is None:
+            model(**batch).loss.backward()
+        else:
+            each(batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         tell()
+
+
+def ddp(model: Any, tell: Callable[[], None]) -> None:
+    rank, last = GIVEN.get("rank", 0), GIVEN["micro_batches"] - 1
+    if rank == 0:
+        subprocess.Popen([sys.executable, __file__, json.dumps({**GIVEN, "rank": 1, "file": os.devnull})])
+    torch.distributed.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{GIVEN['port']}", rank=rank, world_size=2, timeout=timedelta(hours=1)
+    )
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+
+    def each(batch: dict[str, Tensor]) -> None:
+        for number in range(last + 1):
+            with nullcontext() if number == last else wrapped.no_sync():
+                (wrapped(**batch).loss / (last + 1)).backward()
+
+    bare(model, tell, each)
 
 
 class Samples(Dataset[dict[str, Tensor]]):
@@ -116,7 +143,7 @@ def main() -> None:
         if GIVEN["pool"]:
             native.mark_tensor_pool()
 
-    {"torch": bare, "trainer": hugging_face, "deepspeed": engine}[GIVEN["loop"]](made(), tell)
+    {"torch": bare, "ddp": ddp, "trainer": hugging_face, "deepspeed": engine}[GIVEN["loop"]](made(), tell)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from cases.job_documents import document
 from fakes.fake_api import FakeApi
 from fakes.lying_prometheus import Health, LyingPrometheus, NodeTruth
 from harness.operator_process import OperatorProcess, write_kubeconfig
-from spillway_operator.measured.metrics_source import QUERIES
+from spillway_operator.measured.metrics_source import QUESTIONS
 from spillway_trainer.launch.launcher import free_ports
 
 Object = dict[str, Any]
@@ -123,7 +123,7 @@ class Site:
 
     async def readings(self, count: int) -> None:
         """So many whole ones from now on."""
-        enough = self.prometheus.num_questions + (count + 1) * len(QUERIES)
+        enough = self.prometheus.num_questions + (count + 1) * len(QUESTIONS)
         await self.until(f"{count} readings", lambda: self.prometheus.num_questions >= enough)
 
     async def prepare(self) -> None:

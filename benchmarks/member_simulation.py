@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from spillway.planning.member_schedule import (
+from member_schedule import (
     Machine,
     MemberWork,
     Readiness,

@@ -49,11 +49,7 @@ from dataclasses import replace
 import measured_sweep
 import model_parallel
 import paired
-from member_simulation import STEPWISE, Outcome, fastest, simulate
-from spillway.api.training_job import TrainingJob
-from spillway.plan import MemoryPlan, Tier
-from spillway.planning.hardware import NodeSpec, resolve_node
-from spillway.planning.member_schedule import (
+from member_schedule import (
     Machine,
     MemberWork,
     SegmentWork,
@@ -66,6 +62,10 @@ from spillway.planning.member_schedule import (
     pilot_shards,
     visited_together,
 )
+from member_simulation import STEPWISE, Outcome, fastest, simulate
+from spillway.api.training_job import TrainingJob
+from spillway.plan import MemoryPlan, Tier
+from spillway.planning.hardware import NodeSpec, resolve_node
 from spillway.planning.model_shape import ModelShape, shape_of
 from spillway.planning.planner import make_plan
 from spillway.units import format_bytes, format_seconds

@@ -199,7 +199,7 @@ class _Node:
 
     def measured(self) -> NodeView:
         free = self.view.allocatable_memory_bytes - self.held
-        return replace(self.view, live=LiveBytes(host=free, nvme=self.ephemeral, sources=("simulated",)))
+        return replace(self.view, live=LiveBytes(host=free, nvme=self.ephemeral))
 
 
 def simulate(arrivals: Sequence[Arrival], nodes: Sequence[NodeView], policy: Policy) -> Outcome:

@@ -20,8 +20,8 @@ import aiohttp
 from aiohttp import web
 
 from spillway.api.progress import TOKEN_AUDIENCE
+from spillway.placement.node_signals import DISK_SERIES, HOST_SERIES
 from spillway.units import parse_quantity
-from spillway_operator.measured.metrics_source import DISK_SERIES, HOST_SERIES
 
 Document = dict[str, Any]
 Key = tuple[str, str]

@@ -2,6 +2,7 @@
 
     dashboards.py       -> files/dashboards/*.json
     recording_rules.py  -> files/rules/nodes.yaml
+    alerts.py           -> files/rules/alerts.yaml
 
 files/crds is a link to crds/, which Helm follows when it installs and when it packages.
 
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import yaml
 
+import alerts
 import dashboards
 import recording_rules
 
@@ -28,7 +30,8 @@ def wanted() -> dict[Path, str]:
     for dashboard in dashboards.ALL:
         text = json.dumps(dashboards.as_json(dashboard), indent=1, ensure_ascii=False)
         found[FILES / "dashboards" / f"{dashboard.name}.json"] = text + "\n"
-    found[FILES / "rules" / "nodes.yaml"] = yaml.safe_dump(recording_rules.as_json(), sort_keys=False, width=120)
+    for name, rules in (("nodes", recording_rules.as_json()), ("alerts", alerts.as_json())):
+        found[FILES / "rules" / f"{name}.yaml"] = yaml.safe_dump(rules, sort_keys=False, width=120)
     return found
 
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spillway import metrics
-from spillway.metrics import JOB_LABEL, MEMBER_LABEL, RANK_LABEL, Metric, Phase
+from spillway.metrics import JOB_LABEL, MEMBER_LABEL, NAMESPACE_LABEL, RANK_LABEL, Metric, Phase
 from spillway.plan import Tier
 
 Json = dict[str, Any]
 
-NAMESPACE_LABEL = "namespace"
-"""set by the scrape configuration, as pod and node are"""
 SCHEMA_VERSION = 39
 """Grafana 11 writes it; newer ones read it"""
 COLUMNS = 24
@@ -110,7 +108,7 @@ NOW = Row(
         Panel("Step", "Optimizer steps completed.", "short", (Query(once(metrics.STEP)),), "stat", 4),
         Panel(
             "Progress",
-            "Steps completed of those that the job asks for.",
+            "Completed steps as a share of all steps of the job.",
             "percentunit",
             (Query(f"{once(metrics.STEP)} / {once(metrics.STEPS_PLANNED)}"),),
             "stat",
@@ -118,16 +116,18 @@ NOW = Row(
         ),
         Panel(
             "Time left",
-            "At the speed of the last minutes; empty while no step is completed.",
+            "Time until the last step, at the speed of the last minutes; empty while no step is completed.",
             "s",
             (Query(f"{STEPS_LEFT} / {MOVING_SPEED}"),),
             "stat",
             4,
         ),
-        Panel("Loss", "Of the last step, mean per token.", "short", (Query(once(metrics.LOSS)),), "stat", 4),
+        Panel(
+            "Loss", "Training loss of the last step, mean per token.", "short", (Query(once(metrics.LOSS)),), "stat", 4
+        ),
         Panel(
             "Ranks that answer",
-            "Ranks that answered their launcher at the last scrape.",
+            "Number of ranks (training processes) that answered the launcher of their pod at the last scrape.",
             "short",
             (Query(f"sum({of_job(metrics.RANK_UP)})"),),
             "stat",
@@ -135,7 +135,7 @@ NOW = Row(
         ),
         Panel(
             "Since the last step",
-            "Seconds since a step was completed; rises while the job starts, waits or hangs.",
+            "Seconds since the last step was completed; grows while the job starts, waits or hangs.",
             "s",
             (Query(age(metrics.LAST_STEP_TIMESTAMP)),),
             "stat",
@@ -149,7 +149,7 @@ LEARNING = Row(
     (
         Panel(
             "Loss",
-            "Training loss of each step, and of the held-out text where the job evaluates; mean per token, natural "
+            "Training loss of each step, and loss on the held-out text, if the job evaluates. Mean per token, natural "
             "logarithm.",
             "short",
             (Query(once(metrics.LOSS), "training"), Query(once(metrics.EVALUATION_LOSS), "evaluation")),
@@ -157,21 +157,22 @@ LEARNING = Row(
         ),
         Panel(
             "Gradient norm",
-            "Over all parameters, before clipping.",
+            "Norm of the gradients of all parameters, before clipping.",
             "short",
             (Query(once(metrics.GRADIENT_NORM), "norm"),),
             width=6,
         ),
         Panel(
             "Loss scale",
-            "What the loss of the last step was multiplied by, in float16; it halves when gradients overflow.",
+            "Factor by which the loss of the last step was multiplied (float16 only); it halves when gradients "
+            "overflow.",
             "short",
             (Query(once(metrics.LOSS_SCALE), "scale"),),
             width=6,
         ),
         Panel(
             "Learning rate",
-            "As the schedule set it for the last step.",
+            "Learning rate of the last step, as the schedule set it.",
             "short",
             (Query(once(metrics.LEARNING_RATE), "rate"),),
             width=6,
@@ -184,13 +185,13 @@ SPEED_ROW = Row(
     (
         Panel(
             "Tokens per second",
-            "Target tokens of all ranks together.",
+            "Trained tokens (labels) per second, all ranks together.",
             "short",
             (Query(f"max({rate(metrics.TOKENS)})", "tokens/s"),),
         ),
         Panel(
             "Seconds per step",
-            "Measured, beside what the plan predicted.",
+            "Measured seconds per step, and those that the plan predicted.",
             "s",
             (
                 Query(f"1 / {MOVING_SPEED}", "measured"),
@@ -199,7 +200,7 @@ SPEED_ROW = Row(
         ),
         Panel(
             "Where the time goes",
-            "Share of each phase; `wait` is time that copies and I/O kept the ranks waiting.",
+            "Share of each phase in a step's time, mean over ranks; `wait`: the ranks wait for copies and I/O.",
             "percentunit",
             (Query(f"avg by (phase) ({rate(metrics.PHASE_SECONDS)})", "{{phase}}"),),
             stacked=True,
@@ -212,25 +213,29 @@ SAFETY = Row(
     (
         Panel(
             "Since the last checkpoint",
-            "Work that a crash now would cost.",
+            "Seconds since the last checkpoint: the work that a crash now would cost.",
             "s",
             (Query(age(metrics.CHECKPOINT_TIMESTAMP), "age"),),
         ),
         Panel(
             "Steps since the last checkpoint",
-            "Steps that a crash now would repeat.",
+            "Number of steps that would be trained again after a crash now.",
             "short",
             (Query(f"{once(metrics.STEP)} - {once(metrics.CHECKPOINT_STEP)}", "steps"),),
         ),
         Panel(
             "Setbacks",
-            "Times the job went back to a checkpoint in the range shown, and steps that were left out because their "
-            "gradients were not finite; of these, in float16, those whose loss scale was too large.",
+            "In the time range shown: how often the job went back to a checkpoint; steps that were skipped because "
+            "their gradients were not finite; of these, the steps whose float16 loss scale was too large; checkpoints "
+            "that could not be written.",
             "short",
             (
                 Query(f"resets({once(metrics.STEP)}[{RANGE}:{RESOLUTION}])", "back to a checkpoint"),
-                Query(f"max(increase({of_job(metrics.NON_FINITE)}[{RANGE}]))", "steps left out"),
-                Query(f"max(increase({of_job(metrics.LOSS_SCALE_OVERFLOWS)}[{RANGE}]))", "for the loss scale"),
+                Query(f"max(increase({of_job(metrics.NON_FINITE)}[{RANGE}]))", "steps skipped"),
+                Query(
+                    f"max(increase({of_job(metrics.LOSS_SCALE_OVERFLOWS)}[{RANGE}]))", "of these, for the loss scale"
+                ),
+                Query(f"max(increase({of_job(metrics.CHECKPOINTS_MISSED)}[{RANGE}]))", "checkpoints not written"),
             ),
         ),
     ),
@@ -239,7 +244,7 @@ SAFETY = Row(
 JOB = Dashboard(
     "job",
     "Spillway / Job",
-    "One TrainingJob: is it moving, how far, how well, and what would a crash cost.",
+    "One TrainingJob: whether it makes progress, how far it is, how well it learns, and what a crash would cost.",
     (NOW, LEARNING, SPEED_ROW, SAFETY),
 )
 
@@ -249,7 +254,8 @@ JOB = Dashboard(
 def _tier_panel(tier: Tier) -> Panel:
     return Panel(
         f"{tier.value.capitalize() if tier is not Tier.NVME else 'NVMe'}: bytes per rank",
-        "Held at the end of the last step, highest of that step, what the plan predicted, and the budget.",
+        "Bytes held at the end of the last step, the peak within that step, the peak that the plan predicted, and the "
+        "budget, for each rank.",
         "bytes",
         (
             tier_query(metrics.TIER_BYTES, tier, "held"),
@@ -267,7 +273,7 @@ HEADROOM = Row(
     (
         Panel(
             "NVMe headroom",
-            "Budget less the highest bytes of the last step, of the fullest rank.",
+            "Budget minus the peak of the last step, of the rank with the least headroom.",
             "bytes",
             (Query(left(Tier.NVME)),),
             "stat",
@@ -275,7 +281,8 @@ HEADROOM = Row(
         ),
         Panel(
             "Spill files",
-            "Of the rank that has most; less than before where a live correction made room on its volume.",
+            "Bytes of the spill files of the rank with most. They become fewer during a run if the operator makes "
+            "room on a volume that fills up (live correction).",
             "bytes",
             (Query(f"max({of_job(metrics.SPILL_FILE_BYTES)})"),),
             "stat",
@@ -283,15 +290,17 @@ HEADROOM = Row(
         ),
         Panel(
             "Allocator retries",
-            "In the range shown, of all ranks: a GPU's allocator found no room, gave back what it kept, tried again.",
+            "How often, in the time range shown and on all ranks, torch's allocator found no free GPU memory, freed "
+            "its cache and retried.",
             "short",
             (Query(f"sum(increase({of_job(metrics.ALLOCATOR_RETRIES)}[{RANGE}]))"),),
             "stat",
             width=2,
         ),
         Panel(
-            "Peak of the budget",
-            "Highest bytes of the last step as a share of the budget, of the fullest rank. Above 1 would be a defect.",
+            "Peak / budget",
+            "Peak of the last step as a share of the budget, of the rank with the largest share. Above 1 would be a "
+            "bug in Spillway.",
             "percentunit",
             (
                 Query(
@@ -301,8 +310,8 @@ HEADROOM = Row(
             ),
         ),
         Panel(
-            "Peak of the prediction",
-            "Highest bytes of the last step as a share of what the plan predicted, of the fullest rank.",
+            "Peak / prediction",
+            "Peak of the last step as a share of the peak that the plan predicted, of the rank with the largest share.",
             "percentunit",
             (
                 Query(
@@ -319,13 +328,14 @@ TRAFFIC = Row(
     (
         Panel(
             "Bytes moved by link",
-            "Between device and host (h2d, d2h) and between host and NVMe, all ranks together.",
+            "Bytes per second between device and host memory (h2d, d2h) and between host memory and NVMe, all ranks "
+            "together.",
             "Bps",
             (Query(f"sum by (link) ({rate(metrics.MOVED_BYTES)})", "{{link}}"),),
         ),
         Panel(
             "Share of time spent waiting",
-            "Time that copies and I/O kept the ranks waiting: what the techniques cost.",
+            "Share of a step's time in which ranks wait for copies and I/O: the cost of offloading and spilling.",
             "percentunit",
             (
                 Query(
@@ -337,7 +347,7 @@ TRAFFIC = Row(
         ),
         Panel(
             "I/O engine",
-            "What reads and writes the NVMe tier.",
+            "What reads and writes the spill files: native threads or Python, with O_DIRECT or buffered.",
             "short",
             (Query(f"max by (backend) ({of_job(metrics.IO_BACKEND)})", "{{backend}}"),),
             "stat",
@@ -346,8 +356,8 @@ TRAFFIC = Row(
         ),
         Panel(
             "Faults of spill devices",
-            "That the ranks survived in the range shown: writes refused, devices given up or too slow, bytes that went "
-            "elsewhere.",
+            "Faults in the time range shown in spite of which the ranks went on: rejected writes, drives that are no "
+            "longer used or too slow, data that went to host memory or another drive.",
             "short",
             (Query(f"sum by (kind) (increase({of_job(metrics.SPILL_FAULTS)}[{RANGE}]))", "{{kind}}"),),
             "stat",
@@ -359,7 +369,7 @@ TRAFFIC = Row(
 MEMORY_TIERS = Dashboard(
     "memory-tiers",
     "Spillway / Memory tiers",
-    "Where a TrainingJob's bytes live, rank by rank, beside plan and budget; and what moving them costs.",
+    "Bytes of a TrainingJob in each memory tier and rank, compared with plan and budget; and what moving them costs.",
     (TIERS, HEADROOM, TRAFFIC),
 )
 
@@ -375,7 +385,7 @@ MEMBERS = Row(
     (
         Panel(
             "Best member",
-            "By the newest value of spec.objective.metric.",
+            "The member with the best newest value of spec.objective.metric.",
             "short",
             (Query(f"max by ({MEMBER_LABEL}) ({of_job(metrics.MEMBER_BEST)} == 1)", f"{{{{{MEMBER_LABEL}}}}}"),),
             "stat",
@@ -383,7 +393,8 @@ MEMBERS = Row(
         ),
         Panel(
             "Members by state",
-            "Parked members wait for a turn, or at a round for the others; stopped ones were the worse half of one.",
+            "Parked members wait until a device is free, or until the others reach the same round of successive "
+            "halving. Stopped members were in the worse half of a round.",
             "short",
             (Query(f"count by (state) ({of_job(metrics.MEMBER_STATE)})", "{{state}}"),),
             "stat",
@@ -404,7 +415,7 @@ CURVES = Row(
         Panel("Loss", "Training loss of each member's last step.", "short", (of_members(metrics.MEMBER_LOSS),)),
         Panel(
             "Share of the steps",
-            "Steps of each member, of those that it trains when no round stops it.",
+            "Completed steps of each member, as a share of the steps that it trains if no round of halving stops it.",
             "percentunit",
             (
                 Query(
@@ -420,7 +431,7 @@ CURVES = Row(
 SWEEP = Dashboard(
     "sweep",
     "Spillway / Sweep",
-    "The members of one TrainingJob: how far each is, which is the best, which were stopped.",
+    "The members (models) of one sweep: how far each is, which is the best, which were stopped.",
     (MEMBERS, CURVES),
 )
 

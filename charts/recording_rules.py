@@ -25,10 +25,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spillway.metrics import JOB_LABEL, RANK_UP
+from spillway.metrics import JOB_LABEL, NODE_IO_STALLED, NODE_MEMORY_STALLED, NODE_MEMORY_WAITING, RANK_UP
 from spillway.placement import node_signals as signals
 from spillway.plan import Tier
-from spillway.units import MIB
 
 Json = dict[str, Any]
 
@@ -37,10 +36,11 @@ FREE = "node_tier:spillway_free_bytes:min"
 UNREQUESTED = "node_tier:spillway_unrequested_bytes:sum"
 HEADROOM = "node_tier:spillway_headroom_bytes:min"
 NODE_PRESSURE = {
-    "node:spillway_memory_stalled:rate2m": signals.STALLED_SERIES,
-    "node:spillway_memory_waiting:rate2m": "node_pressure_memory_waiting_seconds_total",
-    "node:spillway_io_stalled:rate2m": "node_pressure_io_stalled_seconds_total",
+    "node:spillway_memory_stalled:rate2m": (NODE_MEMORY_STALLED.name, signals.STALLED_SERIES),
+    "node:spillway_memory_waiting:rate2m": (NODE_MEMORY_WAITING.name, "node_pressure_memory_waiting_seconds_total"),
+    "node:spillway_io_stalled:rate2m": (NODE_IO_STALLED.name, "node_pressure_io_stalled_seconds_total"),
 }
+"""Of Spillway's node exporter, and of the Prometheus project's."""
 POD_PRESSURE = {
     "namespace_pod:spillway_memory_stalled:rate2m": "container_pressure_memory_stalled_seconds_total",
     "namespace_pod:spillway_io_stalled:rate2m": "container_pressure_io_stalled_seconds_total",
@@ -62,15 +62,13 @@ class Rule:
 
 def disk_free() -> str:
     """Of the first mount point that a node has as a file system of its own, as the operator takes it."""
-    of_mounts = (
-        signals.recent(signals.of_nodes(signals.DISK_SERIES, f'mountpoint="{mount}"')) for mount in signals.MOUNT_POINTS
-    )
+    of_mounts = (signals.disk_free_bytes(f'mountpoint="{mount}"') for mount in signals.MOUNT_POINTS)
     return " or ".join(f"min by (node) ({samples})" for samples in of_mounts)
 
 
 FREE_RULES = (
-    Rule(FREE, f"min by (node) ({signals.DEVICE_FREE_MEBIBYTES}) * {MIB}", Tier.DEVICE),
-    Rule(FREE, signals.HOST_FREE_BYTES, Tier.HOST),
+    Rule(FREE, f"min by (node) ({signals.device_free_bytes()})", Tier.DEVICE),
+    Rule(FREE, signals.host_free_bytes(), Tier.HOST),
     Rule(FREE, disk_free(), Tier.NVME),
 )
 
@@ -111,8 +109,8 @@ HEADROOM_RULE = Rule(HEADROOM, f'min by (node, tier) ({{__name__=~"{FREE}|{UNREQ
 # --- pressure ---------------------------------------------------------------------------------------------------------
 
 
-def node_pressure(series: str) -> str:
-    return f"max by (node) ({signals.recent_rate(signals.of_nodes(series))})"
+def node_pressure(*sources: str) -> str:
+    return signals.worst("max", "node", *(signals.recent_rate(signals.of_nodes(series)) for series in sources))
 
 
 def pod_pressure(series: str) -> str:
@@ -121,7 +119,7 @@ def pod_pressure(series: str) -> str:
 
 
 PRESSURE_RULES = (
-    *(Rule(record, node_pressure(series)) for record, series in NODE_PRESSURE.items()),
+    *(Rule(record, node_pressure(*sources)) for record, sources in NODE_PRESSURE.items()),
     *(Rule(record, pod_pressure(series)) for record, series in POD_PRESSURE.items()),
 )
 
@@ -129,7 +127,8 @@ PRESSURE_RULES = (
 
 
 def without_node() -> str:
-    named = "|".join((signals.DEVICE_SERIES, signals.HOST_SERIES, signals.DISK_SERIES, *NODE_PRESSURE.values()))
+    pressure = (series for _, series in NODE_PRESSURE.values())
+    named = "|".join((signals.DEVICE_SERIES, signals.HOST_SERIES, signals.DISK_SERIES, *pressure))
     nowhere = f'{{__name__=~"{named}",node=""}}'
     return f'count by (series) (label_replace({nowhere}, "series", "$1", "__name__", "(.+)"))'
 

@@ -12,6 +12,8 @@ from .processes import start, wait_until
 START_SECONDS = 30
 SCRAPE_INTERVAL = "2s"
 JOB_LABEL = "spillway.dev/job"
+NODE_EXPORTERS = "spillway-node-exporter"
+"""of the chart, and their job"""
 PORT = "metrics"
 """name of the container port that is scraped"""
 
@@ -62,7 +64,10 @@ def _settings(state: State) -> dict[str, object]:
                 "spillway-trainer",
                 [_keep(_label(JOB_LABEL, "labelpresent"), "true"), _copy(_label(JOB_LABEL), "training_job")],
             ),
-            _pods(state, "spillway-operator", [_keep(_label("app.kubernetes.io/name"), "spillway")]),
+            *(
+                _pods(state, job, [_keep(_label("app.kubernetes.io/name"), name)])
+                for job, name in (("spillway-operator", "spillway"), (NODE_EXPORTERS, NODE_EXPORTERS))
+            ),
             {"job_name": "node", "static_configs": [{"targets": [NODE_EXPORTER], "labels": {"node": NODE}}]},
             {
                 "job_name": "injected",
@@ -73,11 +78,11 @@ def _settings(state: State) -> dict[str, object]:
 
 
 def _pods(state: State, name: str, chosen: list[dict[str, object]]) -> dict[str, object]:
-    """Every label that says whose a series is comes from the target, never from what the pod serves."""
+    """Every label that says whose a series is comes from the target; only the operator's series may name others."""
     labels = {"namespace": "namespace", "pod_name": "pod", "pod_node_name": "node", "pod_container_name": "container"}
     return {
         "job_name": name,
-        "honor_labels": False,
+        "honor_labels": name == "spillway-operator",
         "kubernetes_sd_configs": [
             {"role": "pod", "kubeconfig_file": str(certificates.kubeconfig(state, IDENTITY))},
         ],

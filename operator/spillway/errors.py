@@ -54,9 +54,10 @@ RANK_CRASHED = "RankCrashed"
 
 
 def reason_of(exit_code: int) -> str:
-    """The reason for a process's exit code; unknown codes and signals are RankCrashed."""
+    """The reason for a trainer's exit code; unknown codes, those of the command alone and signals are RankCrashed."""
+    of_the_command = (ExitCode.FITS_WITH_SPILLING, ExitCode.DOES_NOT_FIT)  # a script may end with 3 or 4, too
     try:
-        return ExitCode(exit_code).reason
+        return RANK_CRASHED if exit_code in of_the_command else ExitCode(exit_code).reason
     except ValueError:
         return RANK_CRASHED
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 class Phase(StrEnum):
     """Parts of a step whose seconds add up to the step; `wait` is time spent waiting for copies and I/O, `exchange` for
-    the other ranks and their gradients."""
+    the other ranks and their gradients, after backward."""
 
     DATA = "data"
     FORWARD = "forward"
@@ -46,7 +46,8 @@ class StepMetrics:
     allocator_retries: int = 0
     """How often that allocator found no memory, freed its cache and tried again; the device waits meanwhile."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes per link in this step: h2d, d2h, nvme_read, nvme_write; cpu: bytes touched by CPU updates."""
+    """Bytes per link in this step: h2d, d2h, nvme_read, nvme_write; network: sent to other ranks; cpu: bytes
+    touched by CPU updates."""
     lane_seconds: dict[str, float] = field(default_factory=dict)
     """Busy seconds of each of those; they overlap one another and the phases."""
     cpu_seconds: float = 0.0
@@ -85,37 +86,76 @@ RANK_LABEL = "rank"
 
 STEP = Metric(PREFIX + "step", "gauge", "Optimizer steps completed.")
 STEPS_PLANNED = Metric(PREFIX + "steps_planned", "gauge", "Optimizer steps that the job asks for.")
-LAST_STEP_TIMESTAMP = Metric(PREFIX + "last_step_timestamp_seconds", "gauge", "Unix time of the last completed step.")
+LAST_STEP_TIMESTAMP = Metric(
+    PREFIX + "last_step_timestamp_seconds", "gauge", "Unix time when the last step was completed."
+)
 LOSS = Metric(PREFIX + "loss", "gauge", "Training loss of the last step, mean per token.")
 EVALUATION_LOSS = Metric(PREFIX + "evaluation_loss", "gauge", "Loss of the last evaluation, mean per token.")
 GRADIENT_NORM = Metric(PREFIX + "gradient_norm", "gauge", "Gradient norm of the last step, before clipping.")
 LEARNING_RATE = Metric(PREFIX + "learning_rate", "gauge", "Learning rate of the last step.")
-TOKENS = Metric(PREFIX + "tokens_total", "counter", "Target tokens trained on, since the process started.")
+TOKENS = Metric(
+    PREFIX + "tokens_total", "counter", "Target tokens (tokens with a label) trained on since the process started."
+)
 NON_FINITE = Metric(PREFIX + "nonfinite_total", "counter", "Steps whose gradients were not finite.")
 LOSS_SCALE = Metric(
-    PREFIX + "loss_scale", "gauge", "What the loss of the last step was multiplied by: 1, but in float16."
+    PREFIX + "loss_scale", "gauge", "Factor that the loss of the last step was multiplied by: 1, except in float16."
 )
 LOSS_SCALE_OVERFLOWS = Metric(
     PREFIX + "loss_scale_overflows_total",
     "counter",
-    "Of the steps whose gradients were not finite, those with a finite loss: the scale was too large for float16.",
+    "Steps with a finite loss and gradients that were not finite: the loss scale was too large for float16.",
 )
-PHASE_SECONDS = Metric(PREFIX + "phase_seconds_total", "counter", "Seconds by phase of the step.", ("phase",))
-TIER_BYTES = Metric(PREFIX + "tier_bytes", "gauge", "Bytes held per memory tier.", (RANK_LABEL, "tier"))
-TIER_PEAK_BYTES = Metric(PREFIX + "tier_peak_bytes", "gauge", "Highest bytes held per tier.", (RANK_LABEL, "tier"))
+PHASE_SECONDS = Metric(
+    PREFIX + "phase_seconds_total",
+    "counter",
+    "Seconds of training since the process started, by phase of the step.",
+    ("phase",),
+)
+TIER_BYTES = Metric(
+    PREFIX + "tier_bytes",
+    "gauge",
+    "Bytes that the rank held at the end of the last step, per memory tier.",
+    (RANK_LABEL, "tier"),
+)
+TIER_PEAK_BYTES = Metric(
+    PREFIX + "tier_peak_bytes",
+    "gauge",
+    "Peak bytes that the rank held in the last step, per memory tier.",
+    (RANK_LABEL, "tier"),
+)
 ALLOCATOR_RETRIES = Metric(
     PREFIX + "allocator_retries_total",
     "counter",
-    "Times that the allocator of a Cuda device found no room, gave back what it kept and tried again.",
+    "Times that the allocator of a Cuda device found no free memory, released its cache and tried again.",
     (RANK_LABEL,),
 )
-TIER_BUDGET_BYTES = Metric(PREFIX + "tier_budget_bytes", "gauge", "Bytes allowed per tier.", (RANK_LABEL, "tier"))
-PREDICTED_TIER_BYTES = Metric(PREFIX + "predicted_tier_bytes", "gauge", "Planned peak per tier.", (RANK_LABEL, "tier"))
-PREDICTED_STEP_SECONDS = Metric(PREFIX + "predicted_step_seconds", "gauge", "Planned seconds per step.")
-MOVED_BYTES = Metric(PREFIX + "moved_bytes_total", "counter", "Bytes moved by link.", (RANK_LABEL, "link"))
-IO_BACKEND = Metric(PREFIX + "io_backend_info", "gauge", "The I/O engine in use.", ("backend",))
+TIER_BUDGET_BYTES = Metric(
+    PREFIX + "tier_budget_bytes",
+    "gauge",
+    "Bytes that the rank may use (its budget), per memory tier.",
+    (RANK_LABEL, "tier"),
+)
+PREDICTED_TIER_BYTES = Metric(
+    PREFIX + "predicted_tier_bytes",
+    "gauge",
+    "Peak bytes of the rank that the plan predicts, per memory tier.",
+    (RANK_LABEL, "tier"),
+)
+PREDICTED_STEP_SECONDS = Metric(PREFIX + "predicted_step_seconds", "gauge", "Seconds per step that the plan predicts.")
+MOVED_BYTES = Metric(
+    PREFIX + "moved_bytes_total",
+    "counter",
+    "Bytes that the rank has copied since its process started, by link.",
+    (RANK_LABEL, "link"),
+)
+IO_BACKEND = Metric(
+    PREFIX + "io_backend_info", "gauge", "The I/O engine that reads and writes spill files.", ("backend",)
+)
 SPILL_FILE_BYTES = Metric(
-    PREFIX + "spill_file_bytes", "gauge", "Bytes of the spill files, which a live correction lowers.", (RANK_LABEL,)
+    PREFIX + "spill_file_bytes",
+    "gauge",
+    "Bytes of the spill files; a live correction of the plan lowers them.",
+    (RANK_LABEL,),
 )
 SPILL_FAULTS = Metric(
     PREFIX + "spill_faults_total",
@@ -127,6 +167,9 @@ CHECKPOINT_TIMESTAMP = Metric(
     PREFIX + "checkpoint_last_success_timestamp_seconds", "gauge", "Unix time of the last committed checkpoint."
 )
 CHECKPOINT_STEP = Metric(PREFIX + "checkpoint_step", "gauge", "Step of the last committed checkpoint.")
+CHECKPOINTS_MISSED = Metric(
+    PREFIX + "checkpoints_missed_total", "counter", "Checkpoints that the disk rejected; training goes on."
+)
 RANK_UP = Metric(PREFIX + "rank_up", "gauge", "1 when the rank answered its launcher in this scrape.", (RANK_LABEL,))
 """The launcher's own series; every other series is a rank's."""
 
@@ -138,7 +181,10 @@ MEMBER_LABEL = "member"
 MEMBER_PREFIX = PREFIX + "member_"
 MEMBER_STEP = Metric(MEMBER_PREFIX + "step", "gauge", "Optimizer steps that a member completed.", (MEMBER_LABEL,))
 MEMBER_STEPS_PLANNED = Metric(
-    MEMBER_PREFIX + "steps_planned", "gauge", "Steps of a member that no round stops.", (MEMBER_LABEL,)
+    MEMBER_PREFIX + "steps_planned",
+    "gauge",
+    "Steps that a member is to train; a round of successive halving may stop it earlier.",
+    (MEMBER_LABEL,),
 )
 MEMBER_LOSS = Metric(
     MEMBER_PREFIX + "loss", "gauge", "Training loss of a member's last step, mean per token.", (MEMBER_LABEL,)
@@ -166,19 +212,21 @@ OPERATOR_PREFIX = PREFIX + "operator_"
 OPERATOR_API_REQUESTS = Metric(
     OPERATOR_PREFIX + "api_requests_total",
     "counter",
-    "Requests to the API server by verb, resource (with subresource) and HTTP status; 0 = no answer.",
+    "Requests to the API server by verb, resource (with subresource) and HTTP status; status 0 = no answer.",
     ("verb", "resource", "code"),
 )
 OPERATOR_RECONCILES = Metric(
-    OPERATOR_PREFIX + "reconciles_total", "counter", "TrainingJobs looked at, by result.", ("result",)
+    OPERATOR_PREFIX + "reconciles_total", "counter", "Reconciliations of TrainingJobs, by result.", ("result",)
 )
 OPERATOR_RECONCILE_SECONDS = Metric(
-    OPERATOR_PREFIX + "reconcile_seconds", "histogram", "Seconds per look at one TrainingJob, requests included."
+    OPERATOR_PREFIX + "reconcile_seconds",
+    "histogram",
+    "Seconds per reconciliation of one TrainingJob, including requests.",
 )
 OPERATOR_DECISION_SECONDS = Metric(
     OPERATOR_PREFIX + "decision_seconds",
     "histogram",
-    "Seconds per decision, without planning: the event loop waits for it.",
+    "Seconds per decision about one TrainingJob, without planning. The event loop is blocked meanwhile.",
 )
 OPERATOR_PLANS = Metric(
     OPERATOR_PREFIX + "plans_total",
@@ -187,30 +235,49 @@ OPERATOR_PLANS = Metric(
     ("result",),
 )
 OPERATOR_LEADER = Metric(
-    OPERATOR_PREFIX + "leader", "gauge", "1 for the operator that leads, 0 for one that stands by."
+    OPERATOR_PREFIX + "leader", "gauge", "1 for the operator that is the leader, 0 for one on standby."
 )
-OPERATOR_QUEUE_DEPTH = Metric(OPERATOR_PREFIX + "queue_depth", "gauge", "TrainingJobs that wait for a look.")
+OPERATOR_QUEUE_DEPTH = Metric(OPERATOR_PREFIX + "queue_depth", "gauge", "TrainingJobs that wait to be reconciled.")
 OPERATOR_LOOP_LAG = Metric(
-    OPERATOR_PREFIX + "loop_lag_seconds", "gauge", "Longest wait of the event loop in the last minute."
+    OPERATOR_PREFIX + "loop_lag_seconds",
+    "gauge",
+    "Longest time that the event loop was blocked in the last minute, seconds.",
 )
-OPERATOR_WATCH_AGE = Metric(
-    OPERATOR_PREFIX + "watch_age_seconds", "gauge", "Seconds since a watch last said something.", ("resource",)
+OPERATOR_PLANNING_QUEUE = Metric(
+    OPERATOR_PREFIX + "planning_queue_depth", "gauge", "Plans that were requested and are not computed yet."
+)
+OPERATOR_PLANNING_AGE = Metric(
+    OPERATOR_PREFIX + "planning_oldest_seconds", "gauge", "Seconds since the oldest such plan was requested; 0 = none."
+)
+OPERATOR_WATCH_LAG = Metric(
+    OPERATOR_PREFIX + "watch_lag_seconds",
+    "gauge",
+    "Seconds by which a watch lags: it has not delivered a change that the operator knows from its own writes or from "
+    "lists; 0 = none.",
+    ("resource",),
 )
 OPERATOR_LIST_AGE = Metric(
-    OPERATOR_PREFIX + "list_age_seconds", "gauge", "Seconds since the last complete list of everything."
+    OPERATOR_PREFIX + "list_age_seconds", "gauge", "Seconds since the last complete list of all watched objects."
 )
 OPERATOR_WATCH_CORRECTIONS = Metric(
     OPERATOR_PREFIX + "watch_corrections_total",
     "counter",
-    "Objects that a complete list knew better than the watch: missed (a change) or ghost (a deletion).",
+    "Objects for which a complete list disagreed with the watch: missed (a change) or ghost (a deletion).",
     ("kind",),
 )
 OPERATOR_METRICS_AGE = Metric(
     OPERATOR_PREFIX + "metrics_age_seconds", "gauge", "Age of the memory metrics that placement uses; absent = none."
 )
-OPERATOR_JOBS = Metric(OPERATOR_PREFIX + "jobs", "gauge", "TrainingJobs by status.state.", ("state",))
-OPERATOR_AVOIDED_NODES = Metric(
-    OPERATOR_PREFIX + "avoided_nodes", "gauge", "Nodes that no job uses, because attempts of several jobs failed there."
+OPERATOR_NODE_AVOIDED = Metric(
+    OPERATOR_PREFIX + "node_avoided",
+    "gauge",
+    "1 for a node that no job uses, because attempts of several jobs failed there.",
+    ("node",),
+)
+OPERATOR_CERTIFICATE_EXPIRY = Metric(
+    OPERATOR_PREFIX + "certificate_expiry_timestamp_seconds",
+    "gauge",
+    "Unix time when the progress endpoint's certificate expires.",
 )
 OPERATOR_PROGRESS_REPORTS = Metric(
     OPERATOR_PREFIX + "progress_reports_total", "counter", "Progress posts by HTTP status.", ("code",)
@@ -219,6 +286,138 @@ OPERATOR_EVENTS = Metric(
     OPERATOR_PREFIX + "events_total", "counter", "Events by result: posted, repeated (left out), failed.", ("result",)
 )
 
+# Service levels. Of more than MOST_NAMESPACES with jobs, the others are "other". Counters and histograms count what
+# happened since this operator started; the gauges are computed from the statuses, so they are exact after a restart.
+
+MOST_NAMESPACES = 50
+OTHER = "other"
+NAMESPACE_LABEL = "namespace"
+SINCE = " Since this operator started: use rate() or increase()."
+OPERATOR_QUEUE_WAIT = Metric(
+    OPERATOR_PREFIX + "queue_wait_seconds",
+    "histogram",
+    "Seconds that a job waited for quota, nodes and images until all pods of an attempt ran." + SINCE,
+    (NAMESPACE_LABEL,),
+)
+OPERATOR_FIRST_STEP = Metric(
+    OPERATOR_PREFIX + "first_step_seconds",
+    "histogram",
+    "Seconds from when all pods of an attempt ran to its first trained step." + SINCE,
+    (NAMESPACE_LABEL,),
+)
+OPERATOR_ATTEMPTS_ENDED = Metric(
+    OPERATOR_PREFIX + "attempts_ended_total",
+    "counter",
+    "Attempts that ended, by reason (docs/conditions.md, Failed; Completed; Suspended)." + SINCE,
+    (NAMESPACE_LABEL, "reason"),
+)
+OPERATOR_LADDER_STEPS = Metric(
+    OPERATOR_PREFIX + "ladder_steps_total",
+    "counter",
+    "Attempts that began with another plan because memory ran out, by the reason of the failed attempt." + SINCE,
+    (NAMESPACE_LABEL, "reason"),
+)
+OPERATOR_LOST_STEPS = Metric(
+    OPERATOR_PREFIX + "lost_steps_total",
+    "counter",
+    "Reported steps that the next attempt trains again, by the reason why the last attempt ended." + SINCE,
+    (NAMESPACE_LABEL, "reason"),
+)
+OPERATOR_DEVICE_SECONDS = Metric(
+    OPERATOR_PREFIX + "device_seconds_total",
+    "counter",
+    "Device-seconds. held: used by running attempts up to their newest step. committed: used by steps that are in a "
+    "checkpoint. committed / held is the goodput. Sweeps are not counted." + SINCE,
+    (NAMESPACE_LABEL, "use"),
+)
+OPERATOR_JOBS = Metric(OPERATOR_PREFIX + "jobs", "gauge", "TrainingJobs by status.state.", (NAMESPACE_LABEL, "state"))
+OPERATOR_WASTED_BYTES = Metric(
+    OPERATOR_PREFIX + "wasted_bytes",
+    "gauge",
+    "Planned minus measured peak bytes of running jobs, summed over all ranks, by tier.",
+    (NAMESPACE_LABEL, "tier"),
+)
+OPERATOR_JOB_PROBLEM = Metric(
+    OPERATOR_PREFIX + "job_problem_seconds",
+    "gauge",
+    "Seconds that a job has waited, or (for one day) seconds since it failed, by the condition that says why. At most "
+    "200 jobs: failed jobs first, then those that have waited longest.",
+    (NAMESPACE_LABEL, JOB_LABEL, "condition", "reason"),
+)
+OPERATOR_JOB_ENDED_ATTEMPTS = Metric(
+    OPERATOR_PREFIX + "job_ended_attempts",
+    "gauge",
+    "Ended attempts of an unfinished job, by kind: restart, disruption, memory (status.attempts). At most 200 jobs: "
+    "those with the most ended attempts.",
+    (NAMESPACE_LABEL, JOB_LABEL, "kind"),
+)
+
 OPERATOR: tuple[Metric, ...] = tuple(
     value for name, value in list(globals().items()) if name.startswith("OPERATOR_") and isinstance(value, Metric)
+)
+
+# --- of a node, by the node exporter (spillway_operator.node_exporter): each has the label `node`, too ----------------
+
+NODE_PREFIX = PREFIX + "node_"
+NODE_LABEL = "node"
+DISK_LABELS = ("mountpoint", "storage_class", "drive")
+DEVICE_LABELS = ("gpu", "UUID", "GPU_I_ID")
+"""As dcgm-exporter names them, so that both speak of one device. GPU_I_ID: its MIG instance; empty = the whole GPU."""
+NODE_MEMORY_AVAILABLE = Metric(
+    NODE_PREFIX + "memory_available_bytes", "gauge", "Host memory that programs can still allocate without swapping."
+)
+NODE_MEMORY_TOTAL = Metric(NODE_PREFIX + "memory_total_bytes", "gauge", "Host memory.")
+NODE_MEMORY_STALLED = Metric(
+    NODE_PREFIX + "memory_stalled_seconds_total",
+    "counter",
+    "Seconds in which every task that could run waited for memory (PSI full).",
+)
+NODE_MEMORY_WAITING = Metric(
+    NODE_PREFIX + "memory_waiting_seconds_total",
+    "counter",
+    "Seconds in which at least one task waited for memory (PSI some).",
+)
+NODE_IO_STALLED = Metric(
+    NODE_PREFIX + "io_stalled_seconds_total",
+    "counter",
+    "Seconds in which every task that could run waited for input or output (PSI full).",
+)
+NODE_NUMA_FREE = Metric(NODE_PREFIX + "numa_free_bytes", "gauge", "Unused memory of a NUMA node.", ("numa_node",))
+NODE_DISK_FREE = Metric(
+    NODE_PREFIX + "disk_free_bytes", "gauge", "Bytes that pods can still write to a spill drive.", DISK_LABELS
+)
+NODE_DISK_TOTAL = Metric(NODE_PREFIX + "disk_total_bytes", "gauge", "Size of a spill drive.", DISK_LABELS)
+NODE_DISK_WRITTEN = Metric(
+    NODE_PREFIX + "disk_written_bytes_total",
+    "counter",
+    "Bytes written to a spill drive since the node booted.",
+    DISK_LABELS,
+)
+NODE_DISK_WEAR = Metric(
+    NODE_PREFIX + "disk_wear_ratio",
+    "gauge",
+    "Used share of a drive's rated life, in steps of 0.1; only for drives that report it in sysfs (eMMC, UFS).",
+    DISK_LABELS,
+)
+NODE_DEVICE_FREE = Metric(
+    NODE_PREFIX + "device_free_bytes", "gauge", "Free memory of a GPU or MIG instance.", DEVICE_LABELS
+)
+NODE_DEVICE_TOTAL = Metric(
+    NODE_PREFIX + "device_total_bytes", "gauge", "Memory of a GPU or MIG instance.", DEVICE_LABELS
+)
+NODE_DEVICE_PROCESSES = Metric(
+    NODE_PREFIX + "device_processes",
+    "gauge",
+    "Processes that compute on a GPU or MIG instance, as far as its driver shows them to a container.",
+    DEVICE_LABELS,
+)
+NODE_DEVICE_INFO = Metric(
+    NODE_PREFIX + "device_info",
+    "gauge",
+    "1; name of a GPU, its NUMA node, PCIe generation and lanes, and active NVLinks.",
+    (*DEVICE_LABELS, "name", "numa_node", "pcie_generation", "pcie_lanes", "nvlinks"),
+)
+
+NODE: tuple[Metric, ...] = tuple(
+    value for name, value in list(globals().items()) if name.startswith("NODE_") and isinstance(value, Metric)
 )

@@ -50,8 +50,11 @@ def _nobody(
     """Why no parameter belongs to the group, and what to do."""
     if matched:
         earlier = found[matched[0]].match
-        return f"all that it matches belong to groups before it ({matched[0]} to {earlier}); put it before them"
+        return (
+            f"all parameters that it matches already belong to earlier groups ({matched[0]} belongs to {earlier}); "
+            "put this group before them"
+        )
     if aliases := [alias for alias in tied if fnmatchcase(alias, group.match)]:
-        return f"{aliases[0]} is tied to {tied[aliases[0]]} and updated with it; match that name"
+        return f"{aliases[0]} is tied to {tied[aliases[0]]} and updated with it; match {tied[aliases[0]]} instead"
     near = difflib.get_close_matches(group.match, names, n=NUM_NEAR, cutoff=0.0)
-    return f"matches no trained parameter; some of the {len(names)} names: {', '.join(near)}"
+    return f"matches no trained parameter; correct it (similar names among the {len(names)}: {', '.join(near)})"

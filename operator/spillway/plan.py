@@ -258,6 +258,11 @@ class MemoryPlan(Frozen):
         return 0 if self.turns is None else self.turns.num_steps
 
     @property
+    def member_devices(self) -> int:
+        """Devices of a node on which members train at the same time."""
+        return 1 if self.turns is None else self.turns.num_devices
+
+    @property
     def spills(self) -> bool:
         """True when any byte leaves the device."""
         return any(self.bytes[tier].total > 0 for tier in (Tier.HOST, Tier.NVME) if tier in self.bytes)
@@ -276,10 +281,13 @@ class MemoryPlan(Frozen):
 
 
 class Turns(Frozen):
-    """How the members of a sweep share a device."""
+    """How the members of a sweep share its devices."""
 
-    policy: Literal["Sequential", "RoundRobin", "Readiness"]
-    """As in member_schedule."""
+    policy: Literal["Sequential", "RoundRobin", "LongestFirst"]
+    """Sequential: one member after the other; RoundRobin: the member with the fewest turns; LongestFirst: on several
+    devices, the member with the longest remaining time."""
+    num_devices: int = Field(default=1, ge=1)
+    """Of a node, each with members of its own at a time."""
     num_steps: int = Field(ge=1)
     """Steps per turn; a member that ends, or waits for a halving round, ends its turn."""
     num_attached: int = Field(default=1, ge=1)

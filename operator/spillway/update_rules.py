@@ -93,11 +93,6 @@ class UpdateRule(StrEnum):
         """Whether means that began at 0 are corrected, so that the number of updates counts."""
         return self in (UpdateRule.ADAMW, UpdateRule.ADAM)
 
-    @property
-    def decays_apart(self) -> bool:
-        """Weight decay multiplies the parameter; else it is added to the gradient."""
-        return self in (UpdateRule.ADAMW, UpdateRule.LION)
-
     def update_bytes(self, moments: MomentType) -> float:
         """What one update of a float32 parameter moves: reads gradient and states, writes the states."""
         return STATE_BYTES + 2 * self.states_bytes(True, moments)

@@ -74,12 +74,16 @@ checkpoints = typer.Typer(
 app.add_typer(checkpoints, name="ckpt")
 
 FormatOption = Annotated[Format, typer.Option("-o", "--format", help="Output format.")]
-NamespaceOption = Annotated[str | None, typer.Option("-n", "--namespace", metavar="NS", help="Default: the context's.")]
+NamespaceOption = Annotated[
+    str | None, typer.Option("-n", "--namespace", metavar="NS", help="Namespace; default: that of the context.")
+]
 ContextOption = Annotated[str | None, typer.Option(metavar="NAME", help="Context of the kubeconfig.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")]
 MemberOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only this member of a sweep.")]
-DeviceOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Device budget, for example 24Gi.")]
-HostOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Host memory budget.")]
+DeviceOption = Annotated[
+    str | None, typer.Option(metavar="QUANTITY", help="Memory budget of each device, for example 24Gi.")
+]
+HostOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="Host memory budget of the node.")]
 NvmeOption = Annotated[str | None, typer.Option(metavar="QUANTITY", help="NVMe budget.")]
 
 
@@ -102,7 +106,8 @@ def spillway(
 def plan(
     file: Annotated[Path, typer.Argument(metavar="JOB", help="A TrainingJob in YAML.")],
     node: Annotated[
-        str | None, typer.Option(metavar="NAME", help="h100, 8xh100, a100-40, cpu or a NodeProfile; default: here.")
+        str | None,
+        typer.Option(metavar="NAME", help="h100, 8xh100, a100-40, cpu or a NodeProfile file; default: this machine."),
     ] = None,
     device: DeviceOption = None,
     host: HostOption = None,
@@ -123,10 +128,19 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     host: HostOption = None,
     nvme: NvmeOption = None,
     spill: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="Spill directory; default: --output. Repeat to stripe.")
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="Directory to spill to; default: --output. Repeat it to stripe over several disks."
+        ),
     ] = None,
     node: Annotated[Path | None, typer.Option(metavar="FILE", help="Profile of this machine.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Trainer processes that share the batch.")] = 1,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Trainer processes that share the batch; for a sweep, devices that train members at the same time.",
+        ),
+    ] = 1,
     metrics_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Serve /metrics on this port.")] = None,
     max_restarts: Annotated[int | None, typer.Option(min=0, help="Default: lifecycle.maxRestarts.")] = None,
     output: FormatOption = Format.TEXT,
@@ -148,12 +162,21 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="File to write; default: the one that plan and run use."),
+        typer.Option(
+            "--output", metavar="FILE", help="NodeProfile file to write; default: the one that plan and run use."
+        ),
     ] = None,
     directory: Annotated[Path | None, typer.Option(metavar="DIR", help="Where runs will spill; default: here.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer models, fewer bytes.")] = False,
-    runs: Annotated[list[Path] | None, typer.Option("--from", metavar="RUN", help="Correct from this run.")] = None,
-    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Trainer image, for a node.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure faster and less exactly: fewer models, fewer bytes.")
+    ] = False,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="RUN", help="Correct the rates from this run, a directory; repeatable."),
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="Trainer image for the Job that measures a cluster node.")
+    ] = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     output: FormatOption = Format.TEXT,
@@ -165,7 +188,7 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
                 f"{given}: only applies to this machine, but {node} is a cluster node; leave one of the two out"
             )
         if not image:
-            raise UserError(f"--image: missing; a Job measures node {node} and needs the trainer's image")
+            raise UserError(f"--image: missing; give the trainer image, which the Job that measures node {node} runs")
         from .calibrate import node as calibrate_node  # noqa: PLC0415
 
         on_node = calibrate_node.NodeOptions(node, image, context, namespace, quick, file, output)
@@ -186,8 +209,10 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
 
 @app.command(help="Train, kill, resume and compare under half the memory.")
 def demo(
-    directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where to train.")] = Path("spillway-demo"),
-    keep: Annotated[bool, typer.Option("--keep", help="Keep corpus and checkpoints afterwards.")] = False,
+    directory: Annotated[Path, typer.Option("--output", metavar="DIR", help="Directory to train in.")] = Path(
+        "spillway-demo"
+    ),
+    keep: Annotated[bool, typer.Option("--keep", help="Keep corpus and checkpoints after the demo.")] = False,
     output: FormatOption = Format.TEXT,
 ) -> None:
     from . import demo_command  # noqa: PLC0415
@@ -222,8 +247,8 @@ def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="A TrainingJob in YAML.")],
     namespace: NamespaceOption = None,
     context: ContextOption = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job ends; exit with its code.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate on the server only.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job ends; exit with its exit code.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only let the API server check the job.")] = False,
     output: Annotated[
         str, typer.Option("-o", "--format", metavar="text|json|yaml|name", help="Output format.")
     ] = "text",
@@ -259,7 +284,7 @@ def logs(
     context: ContextOption = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until the end, through restarts.")] = False,
     rank_node: Annotated[
-        int | None, typer.Option("--rank-node", min=0, metavar="I", help="Only this node, from 0.")
+        int | None, typer.Option("--rank-node", min=0, metavar="I", help="Only the pod of this node: 0, 1, ...")
     ] = None,
     attempt: Annotated[int | None, typer.Option(min=1, metavar="N", help="Default: the newest.")] = None,
 ) -> None:
@@ -319,15 +344,20 @@ def export(  # noqa: PLR0913, PLR0917 - one argument per option
     run: RunArgument,
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="A new directory.")],
     step: Annotated[int | None, typer.Option(min=0, help="Default: the newest intact one.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="The one with the lowest evaluation loss.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the checkpoint with the lowest evaluation loss.")
+    ] = False,
     form: Annotated[str, typer.Option("--as", metavar="FORM", help="huggingface, universal or dcp.")] = "huggingface",
-    dtype: Annotated[str | None, typer.Option(help="Weights: bfloat16 (default), float16 or float32.")] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="What loads --as universal: torch (default) or deepspeed.")
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of exported weights: bfloat16 (default), float16 or float32.")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the weights of their model.")] = False,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Optimizer that will load --as universal: torch (default) or deepspeed.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights of their model.")] = False,
     base: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="What training started from. Default: where it was.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Model directory that training started from. Default: its path at that time."),
     ] = None,
     member: MemberOption = None,
     output: FormatOption = Format.TEXT,
@@ -352,8 +382,12 @@ def export(  # noqa: PLR0913, PLR0917 - one argument per option
 
 @checkpoints.command(help="List, and delete, checkpoints of TrainingJobs that no longer exist.")
 def gc(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where a claim with checkpoints is mounted.")],
-    older_than: Annotated[str, typer.Option(help="Only what was not written for so long: 30m, 12h, 7d.")] = "1d",
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory where a claim with checkpoints is mounted.")
+    ],
+    older_than: Annotated[
+        str, typer.Option(help="Only directories not written to for this long: 30m, 12h, 7d.")
+    ] = "1d",
     delete: Annotated[bool, typer.Option("--delete", help="Delete them; default: only list.")] = False,
     context: ContextOption = None,
     output: FormatOption = Format.TEXT,

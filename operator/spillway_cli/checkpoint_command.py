@@ -103,8 +103,10 @@ def saved_by(path: Path, member: str | None = None) -> list[SavedRun]:
     begun = sorted(one.name for one in (checkpoints / MEMBERS_DIRECTORY).glob("*") if one.is_dir())
     specs = {} if job is None else named_specs(job.spec)
     if member is not None and member not in begun:
-        there = f"use {', '.join(begun)}" if begun else "not a sweep, or no member has started; leave --member out"
-        raise UserError(f"--member {member}: no checkpoints of it in {path}; {there}")
+        there = (
+            f"use {', '.join(begun)}" if begun else "it is not a sweep, or no member has started; leave --member out"
+        )
+        raise UserError(f"--member {member}: {path} has no checkpoints of this member; {there}")
     return [
         SavedRun(name, Path(member_directory(checkpoints, name)) if name else checkpoints, places, specs.get(name))
         for name in begun or [""]
@@ -183,12 +185,12 @@ def export(options: ExportOptions) -> int:
     if options.optimizer is not None and options.form is not ExportForm.UNIVERSAL:
         raise UserError(f"--optimizer {options.optimizer}: only applies to --as universal; leave it out")
     if (options.merge or options.base is not None) and not is_weights:
-        raise UserError("--merge and --base are for weights: leave them out, or use --as huggingface")
+        raise UserError("--merge and --base: only apply to weights; leave them out, or use --as huggingface")
     if options.best and options.step is not None:
-        raise UserError(f"--best and --step {options.step}: each names a checkpoint; give one of the two")
+        raise UserError(f"--best and --step {options.step}: both choose a checkpoint; give only one of the two")
     need("trainer")
     if options.dtype is not None and not is_weights:
-        raise UserError(f"--dtype {options.dtype}: --as {options.form} always writes float32 states; leave it out")
+        raise UserError(f"--dtype {options.dtype}: --as {options.form} always writes float32 states; leave --dtype out")
     saved, why = to_export(options)
     step = step_of_best(saved.checkpoints) if options.best else options.step
     checkpoint, passed_over = chosen(saved.checkpoints, step)
@@ -238,8 +240,8 @@ def step_of_best(checkpoints: Path) -> int:
     best = next((one.step for one, is_best in with_best(checkpoints) if is_best), None)
     if best is None:
         raise UserError(
-            f"--best: {checkpoints} has no checkpoint of the lowest evaluation loss; jobs with checkpoint.keepBest "
-            "keep it: give --step, or leave --best out"
+            f"--best: {checkpoints} has no checkpoint with the lowest evaluation loss (only jobs with "
+            "checkpoint.keepBest keep it); give --step, or leave --best out"
         )
     return best
 
@@ -250,7 +252,9 @@ def chosen(checkpoints: Path, step: int | None) -> tuple[Path, list[str]]:
     if step is None:
         newest = checkpoint_directory.choose_resume(checkpoints)
         if newest.checkpoint is None:
-            raise UserError(f"{checkpoints}: no checkpoint yet; `spillway run` writes one when it ends or is stopped")
+            raise UserError(
+                f"{checkpoints}: has no checkpoint yet; `spillway run` writes one when it ends or is stopped"
+            )
         return newest.checkpoint.path, [str(problem) for problem in newest.passed_over]
     kept = [one for one in checkpoint_directory.list_checkpoints(checkpoints) if one.in_lineage]
     named = [one for one in kept if one.step == step]

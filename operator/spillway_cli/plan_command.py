@@ -17,7 +17,7 @@ from spillway.api.load import load_job
 from spillway.errors import ExitCode
 from spillway.feedback.profiles import rates_sentence
 from spillway.plan import Infeasible, MemoryPlan, Prediction, Tier, Turns
-from spillway.planning.explain import rated
+from spillway.planning.explain import endurance
 from spillway.planning.planner import Overrides, make_plan
 from spillway.units import format_bytes, format_rough_seconds
 from spillway_operator.decide.acceptance import refusal
@@ -25,6 +25,7 @@ from spillway_operator.decide.acceptance import refusal
 from .console import message_console, print_result, result_console, status_if_slow, table
 from .machine.local_node import probe
 from .machine.node_profile import named_node, own_profile
+from .record.member_values import NO_VALUES, Values, values_of, values_table
 from .run import local_run
 from .run.model_inspection import inspected_shape
 from .run.plan import BudgetOverrides, decided_for_this_machine, local_devices, quantity, with_budget
@@ -68,7 +69,7 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
     if output == "json":
         print_result(decided.model_dump_json(indent=2) + "\n")
     else:
-        show(result_console(), decided, rates)
+        show(result_console(), decided, rates, values_of(job.spec.members))
     return int(exit_code(decided))
 
 
@@ -82,28 +83,32 @@ def exit_code(decided: MemoryPlan | Infeasible) -> ExitCode:
     return ExitCode.FITS_WITH_SPILLING if decided.spills else ExitCode.COMPLETED
 
 
-def show(console: Console, decided: MemoryPlan | Infeasible, rates: str) -> None:
-    """Prints the plan for people; `rates` says where the rates come from."""
+def show(console: Console, decided: MemoryPlan | Infeasible, rates: str, values: Values = NO_VALUES) -> None:
+    """Prints the plan for people; `rates` says where the rates come from, `values` what members have of their own."""
     if isinstance(decided, Infeasible):
         _show_infeasible(console, decided)
     else:
-        _show_plan(console, decided, rates)
+        _show_plan(console, decided, rates, values)
 
 
-def _show_plan(console: Console, plan: MemoryPlan, rates: str) -> None:
+def _show_plan(console: Console, plan: MemoryPlan, rates: str, values: Values) -> None:
     ranks = f"{plan.world_size} ranks, {plan.strategy}" if plan.world_size > 1 else "1 rank"
+    ranks, each = (f"{plan.member_devices} devices", "device") if plan.member_devices > 1 else (ranks, "rank")
     batches = f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
-    console.print(f"{plan.job} on {plan.node}: {ranks}, {batches} a step; bytes of one rank:")
+    console.print(f"{plan.job} on {plan.node}: {ranks}, {batches} a step; bytes of one {each}:")
     console.print(tier_table(plan))
     console.print(
         f"\nprocesses need {format_bytes(plan.process_bytes)} of host memory in addition to the plan (interpreter, "
-        "libraries, page cache, checkpoint buffers); in total, or for tokenizing the text if that takes more, the "
-        f"machine needs {format_bytes(plan.machine_bytes)}"
+        "libraries, page cache, checkpoint buffers); the machine needs "
+        f"{format_bytes(plan.machine_bytes)}: the sum, or the memory to tokenize the text if that is more"
     )
     if plan.turns is not None:
         console.print()
         console.print(member_table(plan))
         console.print(turns_sentence(plan.turns, plan.prediction))
+    if any(values.values()):
+        console.print()
+        console.print(values_table(values))
     _show_prediction(console, plan, rates)
     _show_list(console, "why", plan.reasons)
     _show_alternatives(console, plan)
@@ -146,8 +151,8 @@ def turns_sentence(turns: Turns, prediction: Prediction) -> str:
     """For example: RoundRobin, turns of 30 steps: 1.2 s until all have trained, 1.01 of the bound (1.19 s)."""
     share = turns.seconds / turns.bound_seconds if turns.bound_seconds else 1.0
     return (
-        f"{turns.policy}, turns of {turns.num_steps} steps: {prediction.format(turns.seconds)} until all have trained "
-        f"all their steps, {share:.3g} of the bound ({prediction.format(turns.bound_seconds)})"
+        f"{turns.policy}, turns of {turns.num_steps} steps: {prediction.format(turns.seconds)} until all members have "
+        f"trained all their steps, {share:.3g} times the lower bound ({prediction.format(turns.bound_seconds)})"
     )
 
 
@@ -164,12 +169,9 @@ def _show_prediction(console: Console, plan: MemoryPlan, rates: str) -> None:
     ]
     mark, source = ("", f"; predicted from {rates}") if prediction.calibrated else (f" (uncalibrated: {rates})", "")
     console.print(f"\nstep: {prediction.step}{mark}, bound by {prediction.bound_by} ({', '.join(parts)}){source}")
-    written = prediction.nvme_written_bytes_per_day
-    endurance = (
-        f"{format_bytes(written)} a day at most, {prediction.drive_writes_per_day:.2g} drive writes a day"
-        f"{rated(prediction)}"
-    )
-    console.print(f"NVMe writes: {endurance if written else 'none'}")
+    writes = endurance(prediction) if prediction.nvme_written_bytes_per_day else "none"
+    of_one = " of one device" if plan.member_devices > 1 else " of one rank" if plan.world_size > 1 else ""
+    console.print(f"NVMe writes{of_one}: {writes}")
 
 
 def _show_infeasible(console: Console, decided: Infeasible) -> None:

@@ -83,11 +83,11 @@ def collect(directory: Path, older_than: str, context: str | None, output: Forma
 
 def state_of(one: Found, living: set[str], now: float, least_age: int) -> str:
     if None in one.owners:
-        return "kept: does not say whose it is"
+        return "kept: the directory does not say which job it belongs to"
     if any(owner is not None and owner.uid in living for owner in one.owners):
         return "in use: the job exists"
     if now - one.written_seconds < least_age:
-        return "kept: written lately"
+        return "kept: written to more recently than --older-than"
     return "unused"
 
 

@@ -6,7 +6,6 @@ Counters are incremented when something happens; gauges are computed at each scr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,23 +21,24 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from spillway import metrics
-from spillway.metrics import Metric
+from spillway.feedback.retries import NODE_LOST
+from spillway.metrics import JOB_LABEL, MOST_NAMESPACES, NAMESPACE_LABEL, OTHER, Metric
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+LEVELS = (
+    metrics.OPERATOR_QUEUE_WAIT,
+    metrics.OPERATOR_FIRST_STEP,
+    metrics.OPERATOR_ATTEMPTS_ENDED,
+    metrics.OPERATOR_LADDER_STEPS,
+    metrics.OPERATOR_LOST_STEPS,
+    metrics.OPERATOR_DEVICE_SECONDS,
+)
+"""Counted by `count`, by namespace."""
+LONG_SECONDS = (10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """The values at the moment of a scrape."""
-
-    leads: bool
-    queue_depth: int
-    loop_lag_seconds: float
-    watch_age_seconds: Mapping[str, float]
-    list_age_seconds: float | None
-    metrics_age_seconds: float | None
-    jobs: Mapping[str, int]
-    avoided_nodes: int
+Values = Mapping[tuple[str, ...], float]
+"""By the values of a metric's labels."""
 
 
 class OperatorExporter(Collector):
@@ -53,11 +53,19 @@ class OperatorExporter(Collector):
         self._corrections = self._counter(metrics.OPERATOR_WATCH_CORRECTIONS)
         self._progress = self._counter(metrics.OPERATOR_PROGRESS_REPORTS)
         self._events = self._counter(metrics.OPERATOR_EVENTS)
-        self._gauges: Callable[[], Gauges] | None = None
+        self._levels: dict[str, Counter | Histogram] = {
+            one.name: self._counter(one) if one.kind == "counter" else self._histogram(one, LONG_SECONDS)
+            for one in LEVELS
+        }
+        self._namespaces: dict[str, None] = {}
+        """Those with series of their own, oldest first."""
+        self._with_jobs: set[str] = set()
+        """Those that had jobs at the last scrape."""
+        self._gauges: Callable[[], Mapping[Metric, Values]] | None = None
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
-    def collect_from(self, gauges: Callable[[], Gauges]) -> None:
+    def collect_from(self, gauges: Callable[[], Mapping[Metric, Values]]) -> None:
         self._gauges = gauges
         self.registry.register(self)
 
@@ -83,34 +91,51 @@ class OperatorExporter(Collector):
     def event(self, result: str) -> None:
         self._events.labels(result).inc()
 
+    def count(self, metric: Metric, value: float, namespace: str, label: str = "") -> None:
+        """Adds to a metric for service levels."""
+        level = self._levels[metric.name].labels(self._namespace(namespace), *([label] if label else []))
+        level.observe(value) if isinstance(level, Histogram) else level.inc(value)
+
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Family]:
-        if self._gauges is None:
-            return
-        now = self._gauges()
-        yield _gauge(metrics.OPERATOR_LEADER, {"": int(now.leads)})
-        yield _gauge(metrics.OPERATOR_QUEUE_DEPTH, {"": now.queue_depth})
-        yield _gauge(metrics.OPERATOR_LOOP_LAG, {"": now.loop_lag_seconds})
-        yield _gauge(metrics.OPERATOR_WATCH_AGE, now.watch_age_seconds)
-        yield _gauge(metrics.OPERATOR_JOBS, now.jobs)
-        yield _gauge(metrics.OPERATOR_AVOIDED_NODES, {"": now.avoided_nodes})
-        if now.list_age_seconds is not None:
-            yield _gauge(metrics.OPERATOR_LIST_AGE, {"": now.list_age_seconds})
-        if now.metrics_age_seconds is not None:
-            yield _gauge(metrics.OPERATOR_METRICS_AGE, {"": now.metrics_age_seconds})
+        for metric, values in self._gauges().items() if self._gauges is not None else ():
+            if metric == metrics.OPERATOR_JOBS:
+                self._with_jobs = {namespace for namespace, _ in values}
+            yield self._gauge(metric, values)
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
 
-    def _histogram(self, metric: Metric) -> Histogram:
-        return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=SECONDS)
+    def _histogram(self, metric: Metric, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=buckets)
 
+    def _gauge(self, metric: Metric, values: Values) -> Family:
+        """A gauge family; the keys of `values` are the values of its labels. Where each series is a job's, the number
+        of jobs bounds that of namespaces; else values of namespaces beyond the bound are added up."""
+        if metric.labels[:1] == (NAMESPACE_LABEL,) and JOB_LABEL not in metric.labels:
+            summed: dict[tuple[str, ...], float] = {}
+            for (namespace, *rest), value in values.items():
+                key = (self._namespace(namespace), *rest)
+                summed[key] = summed.get(key, 0) + value
+            values = summed
+        family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for key, value in values.items():
+            family.add_metric(key, value)
+        return family
 
-def _gauge(metric: Metric, values: Mapping[str, float]) -> Family:
-    """A gauge family; the keys of `values` are values of the metric's only label, or "" without labels."""
-    family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
-    for key, value in values.items():
-        family.add_metric([key] if metric.labels else [], value)
-    return family
+    def _namespace(self, name: str) -> str:
+        """The first MOST_NAMESPACES have series of their own. One more takes the place of one that has no jobs."""
+        if name in self._namespaces:
+            return name
+        if len(self._namespaces) >= MOST_NAMESPACES:
+            gone = next((one for one in self._namespaces if one not in self._with_jobs), None)
+            if gone is None:
+                return OTHER
+            del self._namespaces[gone]
+            for level in self._levels.values():
+                level.remove_by_labels({NAMESPACE_LABEL: gone})
+        self._namespaces[name] = None
+        self._levels[metrics.OPERATOR_ATTEMPTS_ENDED.name].labels(name, NODE_LOST)  # 0, so that a rate sees the first
+        return name

@@ -19,7 +19,14 @@ from .decide.acceptance import given
 from .decide.case import whole
 from .decide.conditions import SCHEDULED
 from .decide.gangs import is_gang
-from .decide.manifests import ATTEMPT_LABEL, CONTAINER, JOB_LABEL, JOB_UID_LABEL, attempt_name
+from .decide.manifests import (
+    ATTEMPT_LABEL,
+    CONTAINER,
+    JOB_LABEL,
+    JOB_UID_LABEL,
+    READ_VOLUMES,
+    attempt_name,
+)
 from .decide.observed import (
     AttemptObject,
     Claim,
@@ -54,10 +61,7 @@ from .measured.reservations import Reservations
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 WORKLOAD_JOB_LABEL = "kueue.x-k8s.io/job-uid"
 """Label of a Workload: the uid of its Job."""
-CLAIM_FIELDS = (
-    "checkpoint.claim", "data.text.claim", "data.chat.claim", "data.tokens.claim", "data.evaluation.text.claim",
-    "data.evaluation.chat.claim", "model.source.claim",
-)  # fmt: skip
+CLAIM_FIELDS = ("checkpoint.claim", *(field.removeprefix("spec.") for field in READ_VOLUMES))
 """Fields of a spec that name claims for its pods."""
 LONGEST_TEXT = 4096
 """Characters of a message that are kept; termination messages are not longer."""
@@ -153,11 +157,11 @@ class Observer:
         return replace(observed, cluster=replace(view, held=self._holders.besides(observed.job)))
 
     def _others_silent_seconds(self, key: Key) -> float | None:
-        others_run = any(
-            attempt.ready and not attempt.outcome and (attempt.namespace, attempt.owner_name) != key
-            for attempt in self._store.attempts
-        )
-        return self._progress.others_silent_seconds(key) if self._progress is not None and others_run else None
+        """Other attempts count once they have reported: a script that never does says nothing about the operator."""
+        running = ((one.namespace, one.owner_name) for one in self._store.attempts if one.ready and not one.outcome)
+        others = (self._store.jobs.get(other) for other in running if other != key)
+        others_report = any(job is not None and b'"lastStepTime"' in job.status for job in others)
+        return self._progress.others_silent_seconds(key) if self._progress is not None and others_report else None
 
     def _waiting_gangs(self, key: Key) -> tuple[WaitingGang, ...]:
         """Other gangs that wait for nodes. Searches the text before parsing: of thousands of jobs only a few wait."""
@@ -203,7 +207,22 @@ class Observer:
         name = attempt_name(job.name, newest)
         selector = f"{JOB_UID_LABEL}={job.uid},{ATTEMPT_LABEL}={newest}"
         found = await self._client.list(PODS, job.namespace, lambda pod: _pod_of(name, pod), selector)
-        return tuple(sorted((pod for pod in found.items if pod is not None), key=lambda pod: (pod.index, pod.name)))
+        pods = sorted((pod for pod in found.items if pod is not None), key=lambda pod: (pod.index, pod.name))
+        for number, pod in enumerate(pods):
+            if pod.phase == "Pending" and pod.node and not (pod.waiting or pod.deleting):
+                pods[number] = replace(pod, waiting=await self._obstacle(job, pod))
+                break  # the others wait for the same
+        return tuple(pods)
+
+    async def _obstacle(self, job: JobObject, pod: PodObject) -> str:
+        """Why the kubelet cannot start the containers of a pod: its newest warning, such as a ConfigMap to mount that
+        does not exist; "" if there is none, or events may not be listed."""
+        selector = f"regarding.kind=Pod,regarding.uid={pod.uid},type=Warning"
+        try:
+            found = await self._client.list(EVENTS, job.namespace, _warning, field_selector=selector)
+        except RequestRejected:
+            return ""
+        return max(found.items, default=("", ""))[1]
 
     async def _pods_refusal(
         self, job: JobObject, attempts: tuple[AttemptObject, ...], pods: tuple[PodObject, ...] | None
@@ -419,11 +438,21 @@ def _event_time(event: Mapping[str, Any]) -> tuple[str, str]:
     return max(str(time or "") for time in times), _text(_NEW_POD.sub("", str(event.get("note") or "")))
 
 
+def _warning(event: Mapping[str, Any]) -> tuple[str, str]:
+    """When it last happened (RFC 3339); its reason and message."""
+    time, message = _event_time(event)
+    return time, _text(f"{event.get('reason')}: {message}")
+
+
 def _text(found: object) -> str:
     return str(found or "")[:LONGEST_TEXT]
 
 
 def _claim_names(spec: object) -> tuple[str, ...]:
     """The claims in an unvalidated spec, once each."""
-    named = (given(spec, field) for field in CLAIM_FIELDS) if isinstance(spec, dict) else ()
+    if not isinstance(spec, dict):
+        return ()
+    mounts = given(spec, "pod.mounts")
+    mounted = [mount.get("claim") for mount in mounts if isinstance(mount, dict)] if isinstance(mounts, list) else []
+    named = (*(given(spec, field) for field in CLAIM_FIELDS), *mounted)
     return tuple(sorted({name for name in named if isinstance(name, str) and name}))

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import pickle
 import sys
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -45,19 +46,27 @@ class PlanService:
         self._count = count
         self._num_processes = num_processes
         self._deadline_seconds = deadline_seconds
-        self._asked: dict[PlanQuestion, set[Key]] = {}
-        """Jobs that wait, by question, until it is answered."""
+        self._asked: dict[PlanQuestion, tuple[float, set[Key]]] = {}
+        """When a question was asked, oldest first, and the jobs that wait until it is answered."""
         self._queues: OrderedDict[str, deque[PlanQuestion]] = OrderedDict()
         """By namespace, in the order of their turns; never empty."""
         self._working: Counter[str] = Counter()
         """Processes by namespace."""
         self._changed = asyncio.Condition()
 
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    @property
+    def oldest_seconds(self) -> float:
+        """How long the oldest question has waited for its answer; 0 without any."""
+        return max((time.monotonic() - asked for asked, _ in list(self._asked.values())[:1]), default=0.0)
+
     async def ask(self, key: Key, questions: Sequence[PlanQuestion]) -> None:
         for question in questions:
             if question not in self._asked:
                 self._queues.setdefault(key[0], deque()).append(question)
-            self._asked.setdefault(question, set()).add(key)
+            self._asked.setdefault(question, (time.monotonic(), set()))[1].add(key)
         async with self._changed:
             self._changed.notify_all()
 
@@ -91,7 +100,7 @@ class PlanService:
                 self._count(_result(answer))
                 if isinstance(answer, Exception) and not isinstance(answer, UserError):
                     asyncio.get_running_loop().call_later(RETRY_SECONDS, forget, question)
-                for key in self._asked.pop(question):
+                for key in self._asked.pop(question)[1]:
                     self._wake(key)
                 async with self._changed:
                     self._changed.notify_all()
@@ -149,7 +158,9 @@ class _PlanProcess:
                 is_answered = True
                 return answer
         except TimeoutError:
-            return TimeoutError(f"no plan was found within {seconds:g} s; set some of spec.memory instead of Auto")
+            return TimeoutError(
+                f"no plan was found within {seconds:g} s; set fields of spec.memory.advanced that are Auto"
+            )
         except (OSError, asyncio.IncompleteReadError):
             code = await process.wait()
             logger.warning("a planner process ended with code %d", code)

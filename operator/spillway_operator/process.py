@@ -16,17 +16,19 @@ import logging
 import math
 import signal
 import time
-from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
 from aiohttp import web
 
+from spillway import metrics
 from spillway.api.limits import GROUP, VERSION
+from spillway.metrics import Metric
 
 from .decide.case import is_corrected
 from .decide.observed import OperatorFacts
-from .exporter import Gauges, OperatorExporter
+from .decide.service_levels import fleet_of
+from .exporter import OperatorExporter, Values
 from .health import LONGEST_LAG_SECONDS, HealthServer, LoopLag
 from .kube.api_client import TRAINING_JOBS, ApiClient, ApiError
 from .kube.apply import Applier
@@ -41,7 +43,7 @@ from .kube.watched import watched_kinds
 from .log import is_not_found
 from .measured.cluster import Cluster
 from .measured.memory_profiles import MemoryProfiles
-from .measured.metrics_source import MetricsSource
+from .measured.metrics_source import Access, MetricsSource
 from .measured.operator_config import OperatorConfig
 from .measured.reservations import Reservations
 from .measured.scrape_targets import ScrapeTargets
@@ -74,7 +76,6 @@ class Operator:
         self._stop = asyncio.Event()
         self._listed = asyncio.Event()
         self._kopf_ready = asyncio.Event()
-        self._heard: dict[str, float] = {}
 
         self._exporter = OperatorExporter()
         self._lag = LoopLag()
@@ -87,8 +88,7 @@ class Operator:
         self._seconds_left = seconds_left
         self._client = ApiClient(self._credentials, self._exporter.request, seconds_left)
         self._audit = Audit(self._client, self._kinds, self._namespaces, self._queue.add, self._exporter)
-        targets = ScrapeTargets(self._client, self._namespaces)
-        self._metrics = MetricsSource(settings.prometheus_url, settings.metrics_interval_seconds, targets)
+        self._metrics = live_metrics(settings, self._client)
         self._reservations = Reservations(settings.metrics_interval_seconds)
         self._config = OperatorConfig(self._client, settings.node_reader, self._look_at_all)
         self._cluster = Cluster(self._client, self._metrics, self._reservations, settings.node_reader, self._config)
@@ -157,7 +157,7 @@ class Operator:
             "memory profiles": self._profiles.run(),
             "complete lists": self._after_first_list(self._audit.run(self._settings.relist_seconds)),
         }
-        if self._settings.prometheus_url:
+        if self._metrics.is_configured:
             running["metrics"] = self._metrics.run()
         if self._address is not None:
             running["progress address"] = self._after_first_list(self._address.run())
@@ -180,7 +180,7 @@ class Operator:
         for task in ended - {on_the_way}:
             error = None if task.cancelled() else task.exception()
             if isinstance(error, LeaseLost):
-                logger.critical("not the leader any more, the process ends: %s", error)
+                logger.critical("this pod is no longer the leader, so the process ends: %s", error)
                 continue
             if is_not_found(error):
                 logger.critical(
@@ -236,7 +236,7 @@ class Operator:
             await asyncio.sleep(RETRY_SECONDS)
         kopf_ready = asyncio.create_task(self._after_kopf_is_ready(), name="start")
         try:
-            await watch(self._kinds, self._credentials, self._namespaces, self._queue.add, self._hear, self._kopf_ready)
+            await watch(self._kinds, self._credentials, self._namespaces, self._queue.add, self._kopf_ready)
         finally:
             kopf_ready.cancel()
 
@@ -264,8 +264,6 @@ class Operator:
     async def _after_kopf_is_ready(self) -> None:
         await self._kopf_ready.wait()
         self._take_signals()  # kopf took them
-        now = time.monotonic()
-        self._heard |= {kind.plural: now for kind in self._kinds}
         gc.collect()
         gc.freeze()  # objects from the start are permanent: the collector can skip them
         self._listed.set()
@@ -281,9 +279,6 @@ class Operator:
     def _take_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-
-    def _hear(self, plural: str) -> None:
-        self._heard[plural] = time.monotonic()
 
     def _is_corrected(self, key: Key) -> bool:
         job = self._store.jobs.get(key)
@@ -323,19 +318,38 @@ class Operator:
             return f"the event loop was blocked for {self._lag.longest:.0f} s"
         return ""
 
-    def _gauges(self) -> Gauges:
-        now = time.monotonic()
-        listed = self._audit.last_time
-        return Gauges(
-            leads=self._leads,
-            queue_depth=len(self._queue),
-            loop_lag_seconds=self._lag.longest,
-            watch_age_seconds={plural: now - heard for plural, heard in self._heard.items()},
-            list_age_seconds=None if listed is None else now - listed,
-            metrics_age_seconds=self._metrics.snapshot(now).age_seconds,
-            avoided_nodes=len(self._cluster.avoided_nodes),
-            jobs=Counter(json.loads(job.status).get("state") or "Unknown" for job in self._store.jobs),
-        )
+    def _gauges(self) -> dict[Metric, Values]:
+        """The values at the moment of a scrape; of what is not known none."""
+        now, listed = time.monotonic(), self._audit.last_time
+        values = {
+            metrics.OPERATOR_LEADER: int(self._leads),
+            metrics.OPERATOR_QUEUE_DEPTH: len(self._queue),
+            metrics.OPERATOR_LOOP_LAG: self._lag.longest,
+            metrics.OPERATOR_PLANNING_QUEUE: len(self._plans),
+            metrics.OPERATOR_PLANNING_AGE: self._plans.oldest_seconds,
+            metrics.OPERATOR_LIST_AGE: None if listed is None else now - listed,
+            metrics.OPERATOR_METRICS_AGE: self._metrics.snapshot(now).age_seconds,
+            metrics.OPERATOR_CERTIFICATE_EXPIRY: None if self._certificate is None else self._certificate.expiry,
+        }
+        return {
+            **{metric: {(): value} for metric, value in values.items() if value is not None},
+            metrics.OPERATOR_WATCH_LAG: {(kind.plural,): kind.table.lag_seconds for kind in self._kinds},
+            metrics.OPERATOR_NODE_AVOIDED: {(node,): 1 for node in self._cluster.avoided_nodes},
+            **fleet_of(self._store.jobs, time.time()),
+        }
+
+
+def live_metrics(settings: Settings, client: ApiClient) -> MetricsSource:
+    """Prometheus, else our node exporters, which are asked only if the operator may list the nodes of their figures."""
+    prometheus = Access(
+        settings.prometheus_url,
+        settings.prometheus_matchers,
+        settings.prometheus_token_file,
+        settings.prometheus_ca_file,
+    )
+    asks_exporters = settings.node_exporters and settings.node_reader
+    targets = ScrapeTargets(client, settings.pod_namespace, settings.node_exporters) if asks_exporters else None
+    return MetricsSource(prometheus, settings.metrics_interval_seconds, targets)
 
 
 def _for_ever() -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import ssl
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -16,6 +18,9 @@ from spillway.errors import UserError
 PREFIX = "SPILLWAY_"
 CERTIFICATE, PRIVATE_KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 """File names in tls_directory, as in a Secret of type kubernetes.io/tls."""
+
+MATCHER = re.compile(r'[a-zA-Z_]\w*(=|!=|=~|!~)"([^"\\]|\\.)*"')
+"""Of PromQL; values have no commas, which separate matchers here."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Url = Annotated[str, Field(max_length=2048)]
@@ -39,15 +44,30 @@ class Settings(BaseSettings):
         description="Kubeconfig for development; empty = the pod's ServiceAccount.",
     )
     prometheus_url: Url = Field(
-        default="", description="Prometheus for live memory figures; empty = none, plans use capacities."
+        default="", description="Prometheus for live memory figures; empty = none, node exporters are scraped."
+    )
+    prometheus_matchers: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Label matchers that are added to every Prometheus query, separated by commas, such as "
+        'cluster="a".',
+    )
+    prometheus_token_file: Path | None = Field(
+        default=None, description="File with the bearer token for Prometheus, read for each request."
+    )
+    prometheus_ca_file: Path | None = Field(
+        default=None, description="Certificate authorities for Prometheus instead of the system's (PEM)."
+    )
+    node_exporters: str = Field(
+        default="",
+        description="Labels of the node exporters' pods in the operator's namespace, as a selector; empty = none run.",
     )
     metrics_interval_seconds: float = Field(
         default=15.0, ge=1.0, le=3600.0, description="Seconds between two readings of the metrics."
     )
     node_reader: bool = Field(
         default=False,
-        description="Whether the operator may list nodes and NodeProfiles and read the OperatorConfig; "
-        "if not, plans use the catalog.",
+        description="Whether the operator has permission to list nodes and NodeProfiles and to read the "
+        "OperatorConfig. If not, plans use the hardware catalog.",
     )
     progress_url: Url = Field(
         default="",
@@ -81,7 +101,7 @@ class Settings(BaseSettings):
         default="INFO", description="Lowest level that is logged."
     )
 
-    @field_validator("namespaces", mode="before")
+    @field_validator("namespaces", "prometheus_matchers", mode="before")
     @classmethod
     def _split(cls, given: object) -> object:
         return tuple(name.strip() for name in given.split(",") if name.strip()) if isinstance(given, str) else given
@@ -92,6 +112,29 @@ class Settings(BaseSettings):
         if given and (urlsplit(given).scheme not in ("http", "https") or not urlsplit(given).hostname):
             raise ValueError("write a full URL, such as http://prometheus.monitoring.svc:9090")
         return given.rstrip("/")
+
+    @field_validator("prometheus_matchers")
+    @classmethod
+    def _are_matchers(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [matcher for matcher in given if not MATCHER.fullmatch(matcher)]:
+            raise ValueError(f'{wrong[0]} is not a label matcher; write cluster="a", or with !=, =~ or !~')
+        return given
+
+    @field_validator("prometheus_token_file", "prometheus_ca_file")
+    @classmethod
+    def _is_file(cls, given: Path | None) -> Path | None:
+        if given is not None and not given.is_file():
+            raise ValueError("there is no such file; mount the Secret or ConfigMap that has it")
+        return given
+
+    @field_validator("prometheus_ca_file")
+    @classmethod
+    def _has_certificates(cls, given: Path | None) -> Path | None:
+        try:
+            ssl.create_default_context(cafile=given)
+        except ssl.SSLError as error:
+            raise ValueError(f"cannot be read as certificates ({error}); write them as PEM") from None
+        return given
 
     @field_validator("progress_url")
     @classmethod
@@ -114,6 +157,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _one_of_several_is_known(self) -> Self:
         needs = {
+            "node_exporters": ("pod_namespace",),
             "lease_name": ("pod_namespace", "pod_uid"),
             "progress_service": ("lease_name", "pod_ip", "progress_url"),
         }

@@ -100,7 +100,12 @@ class Worker:
             else:  # decisions that keep changing are retried later, not in a tight loop
                 result = "restless"
                 seconds = self._queue.retry(key)
-                logger.warning("not settled after %d rounds; retry in %.1f s", MOST_ROUNDS, seconds, extra=about(key))
+                logger.warning(
+                    "the job still needed changes after %d rounds; retry in %.1f s",
+                    MOST_ROUNDS,
+                    seconds,
+                    extra=about(key),
+                )
         except Unavailable as error:
             result = "unavailable"
             seconds = self._queue.retry(key, unanswered=True)
@@ -202,6 +207,8 @@ class Worker:
             self._outbox.written(job.key, newest, time.monotonic())
         if written:
             self._callbacks.ran_out(job, desired.ran_out)
+            for count in desired.counts:
+                self._exporter.count(count.metric, count.value, job.namespace, count.label)
             for event in desired.events:
                 self._events.note(job, event)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,11 +221,16 @@ def refusal_in_cluster(mistake: Mistake, spec: dict[str, Any]) -> str:
 
 
 def claims_of(spec: dict[str, Any]) -> set[str]:
-    """Names of the claims that a spec mounts."""
-    evaluation = spec["data"].get("evaluation") or {}
-    texts = (data.get(name) for data in (spec["data"], evaluation) for name in ("text", "chat"))
-    places = (spec.get("checkpoint"), *texts)
-    return {name for place in places if (name := (place or {}).get("claim"))}
+    """Names of the claims that a spec mounts, wherever it names them."""
+
+    def named(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield from ([value["claim"]] if isinstance(value.get("claim"), str) else [])
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        for one in inner:
+            yield from named(one)
+
+    return set(named(spec))
 
 
 def observed_spec(spec: dict[str, Any], claims: tuple[Claim, ...] = (), cluster: ClusterView | None = None) -> Observed:

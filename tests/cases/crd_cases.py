@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spillway.api import crd
-from spillway.api.crd import MEMORY_PROFILE, NO_FIELD, NODE_PROFILE, OPERATOR_CONFIG, TRAINING_JOB, WRONG_TOGETHER, Kind
+from spillway.api.crd import (
+    MEMORY_PROFILE,
+    NO_FIELD,
+    NODE_PROFILE,
+    OPERATOR_CONFIG,
+    REQUIRED,
+    TRAINING_JOB,
+    WRONG_IN_SCRIPTS,
+    WRONG_TOGETHER,
+    Kind,
+)
 from spillway.api.earlier import MOVED
 from spillway.api.field_types import (
     EXTENDED_RESOURCE_NEEDED,
@@ -24,10 +34,12 @@ from spillway.api.field_types import (
     NUMBER_PATTERN,
     RESOURCE_PATTERN,
 )
-from spillway.api.limits import GROUP, MANAGER, MAX_NAME_LENGTH, VERSION
+from spillway.api.limits import GROUP, MANAGER, MAX_NAME_LENGTH, NOT_MOUNTED_THERE, VERSION
 from spillway.api.model import FETCHED
 from spillway.api.operator_config import CONFIG_NAME
+from spillway.api.pod import MOUNT_PATH, ONLY_CLAIMS_ARE_WRITTEN
 from spillway.api.rejections import NOT_YET
+from spillway.api.search_space import BOTH_ENDS, PATH_PATTERN, STEP_OF_RANGE, TRIALS_NEEDED
 from spillway.api.tracking import ONE_TRACKER, TRACKING_URI
 from spillway.units import BYTES_PATTERN, POSITIVE_BYTES_PATTERN, POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
 
@@ -130,8 +142,17 @@ GPT2 = {"spec.model.config.architecture": "gpt2"}
 CHAT = {"spec.model": {"source": {"claim": "any"}}, "spec.data": {"chat": {"path": "/chats"}}}
 FLOAT16 = {"spec.model.precision.compute": "float16"}
 COMPARED = {"spec.members": [{"name": "a"}], "spec.data.evaluation": {"fraction": "0.1"}}
+SEARCHED = {
+    "spec.search": {
+        "algorithm": "Grid", "trials": 3, "parameters": [{"path": "training.seed", "min": 1, "max": 3, "step": 1}],
+    }
+}  # fmt: skip
+LISTED = {"spec.search": {"algorithm": "Grid", "parameters": [{"path": "training.seed", "values": [1]}]}}
 EVALUATED = {"spec.data.evaluation": {"fraction": "0.1"}}
 IN_EPOCHS = {"spec.training.epochs": 3}
+NO_MODEL: dict[str, Any] = {
+    "spec.model": None, "spec.data": None, "spec.training": None, "spec.pod.resources.memory": "1Gi",
+}  # fmt: skip
 STOPS_EARLY = {"spec.training.earlyStopping": {"patience": 1}}
 FETCHED_AT: dict[str, dict[str, Any]] = {
     "spec.model.source": {"spec.model": {"source": FETCHING}},
@@ -143,6 +164,13 @@ FETCHED_AT: dict[str, dict[str, Any]] = {
     "spec.checkpoint.from": {"spec.checkpoint": {"from": FETCHING}},
 }
 """each place that a download may fill, and a job that has one there"""
+SEARCH_FIELDS = tuple(
+    f"spec.search.{name}"
+    for name in (
+        "algorithm", "seed", "trials", "parameters", "parameters[].path", "parameters[].min",
+        "parameters[].max", "parameters[].step", "parameters[].distribution",
+    )
+)  # fmt: skip
 COMPANIONS: dict[str, dict[str, Any]] = {
     "spec.model.config.hiddenSize": GPT2,
     "spec.model.config.numHeads": GPT2,
@@ -168,7 +196,10 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     **{f"spec.tracking.mlflow.{name}": {"spec.tracking.mlflow.uri": "http://a"} for name in ("uri", "experiment")},
     **{f"spec.tracking.wandb.{name}": {"spec.tracking.wandb.project": "a"} for name in ("project", "entity", "mode")},
     "spec.spill.numVolumes": {"spec.spill.storageClassName": "fast"},
+    **dict.fromkeys(("spec.command", "spec.command[]"), NO_MODEL),
     "spec.training.earlyStopping.patience": EVALUATED,
+    **dict.fromkeys(SEARCH_FIELDS, SEARCHED),
+    **dict.fromkeys(("spec.search.parameters[].values", "spec.search.parameters[].values[]"), LISTED),
     "spec.training.earlyStopping.minDelta": EVALUATED | STOPS_EARLY,
 }
 """what must go with a field's edges, so that no other rule is hit"""
@@ -177,8 +208,10 @@ SAMPLES = {
     POSITIVE_BYTES_PATTERN: "1",
 }  # fmt: skip
 """values by pattern; other patterns allow letters"""
-WHOLE = {"^([0-9a-f]{16})?$": "0123456789abcdef", FETCHED: "s3://a/b", TRACKING_URI: "http://a"}
+WHOLE = {"^([0-9a-f]{16})?$": "0123456789abcdef", FETCHED: "s3://a/b", TRACKING_URI: "http://a", MOUNT_PATH: "/a",
+         PATH_PATTERN: "training.seed"}  # fmt: skip
 """the same for patterns that allow one length"""
+BEGINS = {FETCHED: "s3://", TRACKING_URI: "http://", MOUNT_PATH: "/", PATH_PATTERN: "training."}
 MISFITS = {
     NUMBER_PATTERN: "-1", QUANTITY_PATTERN: "1 GB", POSITIVE_QUANTITY_PATTERN: "0", BYTES_PATTERN: "64m",
     POSITIVE_BYTES_PATTERN: "64m",
@@ -259,7 +292,7 @@ def sample(schema: Schema) -> Any:
     if "enum" in schema:
         return schema["enum"][0]
     if schema.get("x-kubernetes-int-or-string"):
-        return SAMPLES[schema["pattern"]]
+        return SAMPLES.get(schema.get("pattern", ""), "a")
     kind = schema["type"]
     if kind == "object":
         names = list(schema.get("required", []))
@@ -284,7 +317,7 @@ def text(schema: Schema, length: int) -> str:
         mantissa, e, exponent = bounded.inside[0].partition("e")
         mantissa += "" if "." in mantissa else "."
         return f"{mantissa}{'0' * (length - len(mantissa) - len(e + exponent))}{e}{exponent}"
-    if (scheme := {FETCHED: "s3://", TRACKING_URI: "http://"}.get(schema.get("pattern", ""))) and length:
+    if (scheme := BEGINS.get(schema.get("pattern", ""))) and length:
         return scheme + "a" * (length - len(scheme))
     if schema.get("pattern") == RESOURCE_PATTERN and length:
         name = "a" * min(MAX_DOMAIN_NAME_LENGTH, max(1, length - len("a/")))
@@ -358,7 +391,8 @@ def items(schema: Schema, count: int) -> list[Any]:
     made = [copy.deepcopy(sample(schema["items"])) for _ in range(count)]
     for number, item in enumerate(made):
         for key in schema.get("x-kubernetes-list-map-keys", []):
-            item[key] = f"a{number}"
+            begin = BEGINS.get(schema["items"]["properties"][key].get("pattern", ""), "")
+            item[key] = f"{begin}a{number}"
     return made
 
 
@@ -413,7 +447,6 @@ EARLIER_VALUES: dict[str, Any] = {
 """of fields of earlier schemas that are no maps"""
 NEVER: dict[str, tuple[str, Any]] = {
     "checkpoint.resume": ("spec.checkpoint.resume", "Never"),
-    "command": ("spec.command", ["python"]),
 }
 """fields that our operator never honours, in the order of their rules: where they are given, and how"""
 
@@ -424,6 +457,7 @@ def _by_others_alone(path: str, problem: str) -> RuleCase:
 
 
 LORA, OURS = {"spec.model.lora": {"rank": 8}}, {"spec.managedBy": MANAGER}
+TWO_MEMBERS: Changes = {"spec.members": [{"name": "a"}, {"name": "b"}]}
 TOGETHER: list[tuple[Changes, Changes]] = [
     ({"spec.model.precision.compute": "float16"}, {"spec.parallelism.strategy": "Zero2"}),
     ({"spec.training.optimizer.moments": "int8"}, {"spec.parallelism.strategy": "Fsdp"}),
@@ -459,9 +493,11 @@ TOGETHER: list[tuple[Changes, Changes]] = [
         {"spec.memory.advanced.activations.policy": "Nvme"},
     ),
     ({"spec.memory.advanced.activations.hostReserve": "1Mi"}, {"spec.memory.advanced.activations.policy": "Keep"}),
+    (SEARCHED, {"spec.members": [{"name": "a"}]}),
     ({"spec.members": [{"name": "a"}], "spec.objective": {"metric": "Loss"}}, {"spec.members": []}),
     ({"spec.members": [{"name": "a"}]}, {"spec.parallelism.nodes": 2}),
-    ({"spec.members": [{"name": "a"}]}, {"spec.parallelism.devicesPerNode": 2}),
+    (TWO_MEMBERS | {"spec.parallelism.devicesPerNode": 2}, {"spec.parallelism.devicesPerNode": 3}),
+    (TWO_MEMBERS | {"spec.spill.encryption": "Ephemeral"}, {"spec.parallelism.devicesPerNode": 2}),
     ({"spec.members": [{"name": "a"}]}, {"spec.parallelism.strategy": "Fsdp"}),
     ({"spec.members": [{"name": "a"}]}, {"spec.memory.advanced.activations.hostReserve": "1Mi"}),
     (
@@ -480,6 +516,33 @@ TOGETHER: list[tuple[Changes, Changes]] = [
 """for each rule of WRONG_TOGETHER what is right, and what makes it wrong"""
 
 
+SCRIPT: dict[str, Any] = {**NO_MODEL, "spec.command": ["python", "a.py"]}
+WRONG_SCRIPTS: list[Changes] = [
+    {"spec.model": SPECS["TrainingJob"]["model"]},
+    {"spec.data": {"builtin": "PythonStdlib"}},
+    {"spec.training": SPECS["TrainingJob"]["training"]},
+    SEARCHED,
+    {"spec.members": [{"name": "a"}]},
+    {"spec.objective": {"metric": "Loss"}},
+    {"spec.tracking": {"tensorBoard": {}}},
+    {"spec.command": ["", "a.py"]},
+    {"spec.pod.resources": {"cpu": 1}},
+    {"spec.memory.mode": "Advise"},
+    {"spec.memory.budget.device": "1Gi"},
+    {"spec.memory.budget.host": "1Gi"},
+    {"spec.memory.advanced.activations.policy": "Keep"},
+    {"spec.memory.endurance.driveWritesPerDay": "2"},
+    {"spec.checkpoint.everySteps": 100},
+    {"spec.checkpoint.keep": 3},
+    {"spec.checkpoint.keepBest": True},
+    {"spec.checkpoint.from": {"path": "/run"}},
+    {"spec.parallelism.strategy": "Ddp"},
+    {"spec.spill.encryption": "Ephemeral"},
+]
+"""for each rule of WRONG_IN_SCRIPTS what makes a script wrong"""
+AFTER_NOT_YET = 4 + len(WRONG_TOGETHER) + len(NOT_YET)
+
+
 def _wrong_together(number: int, at: str, problem: str) -> RuleCase:
     right, wrong = TOGETHER[number]
     return RuleCase(right, {**right, **wrong}, (f"spec{at}", problem))
@@ -493,14 +556,14 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     **{
         (TRAINING_JOB.kind, path, 1): RuleCase(
             {path: {"claim": "any", "subPath": "en"}}, {path: {"path": "/data", "subPath": "en"}},
-            (f"{path}.subPath", "belongs to a claim"),
+            (f"{path}.subPath", "only applies to a claim"),
         )
         for path in ("spec.model.source", "spec.data.text", "spec.data.evaluation.text", "spec.checkpoint.from")
     },
     **{
         (TRAINING_JOB.kind, path, 1): RuleCase(
             {**CHAT, path: {"claim": "any", "subPath": "en"}}, {**CHAT, path: {"path": "/data", "subPath": "en"}},
-            (f"{path}.subPath", "belongs to a claim"),
+            (f"{path}.subPath", "only applies to a claim"),
         )
         for path in ("spec.data.chat", "spec.data.evaluation.chat", "spec.data.tokens")
     },
@@ -515,7 +578,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         for path, companions in FETCHED_AT.items()
         for number, place, field, words in (
             (2, {"path": "/data"}, "fetch", "needs a claim"),
-            (3, {"claim": "any"}, "subPath", "fills a directory of its own"),
+            (3, {"claim": "any"}, "subPath", "needs a directory of its own"),
         )
     },
     (TRAINING_JOB.kind, "spec.model.config", 2): RuleCase(
@@ -527,7 +590,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
          "spec.model.config.numKeyValueHeads": 4},
         {"spec.model.config.architecture": "gpt2", "spec.model.config.numHeads": 4,
          "spec.model.config.numKeyValueHeads": 2},
-        ("spec.model.config.numKeyValueHeads", "gpt2 has one per head: leave it out, or write 4"),
+        ("spec.model.config.numKeyValueHeads", "gpt2 has one key and value head per attention head; leave it out"),
     ),
     (TRAINING_JOB.kind, "spec.model.config", 4): RuleCase(
         {"spec.model.config.architecture": "t5", "spec.model.config.tieWordEmbeddings": True},
@@ -540,27 +603,62 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.training.lossScale", 0): RuleCase(
         {"spec.model.precision.compute": "float16", "spec.training.lossScale": {"initial": 8, "minimum": 8}},
         {"spec.model.precision.compute": "float16", "spec.training.lossScale": {"initial": 8, "minimum": 16}},
-        ("spec.training.lossScale.minimum", "16: at most initial (8)"),
+        ("spec.training.lossScale.minimum", "16: must be at most lossScale.initial (8)"),
     ),
     (TRAINING_JOB.kind, "spec.training.optimizer", 0): RuleCase(
         {"spec.training.optimizer": {"name": "Lion", "betas": ["0.9", "0.9"]}},
         {"spec.training.optimizer": {"name": "SgdMomentum", "betas": ["0.9", "0.9"]}},
-        ("spec.training.optimizer.betas", "SgdMomentum has none"),
+        ("spec.training.optimizer.betas", "SgdMomentum does not use it"),
     ),
     (TRAINING_JOB.kind, "spec.training.optimizer", 1): RuleCase(
         {"spec.training.optimizer": {"name": "Adam", "eps": "1e-8"}},
         {"spec.training.optimizer": {"name": "Lion", "eps": "1e-8"}},
-        ("spec.training.optimizer.eps", "Lion has none"),
+        ("spec.training.optimizer.eps", "Lion does not use it"),
     ),
     (TRAINING_JOB.kind, "spec.training.optimizer", 2): RuleCase(
         {"spec.training.optimizer": {"name": "SgdMomentum", "momentum": "0.9"}},
         {"spec.training.optimizer": {"name": "AdamW", "momentum": "0.9"}},
-        ("spec.training.optimizer.momentum", "AdamW has none"),
+        ("spec.training.optimizer.momentum", "AdamW does not use it"),
     ),
     **{
         (TRAINING_JOB.kind, "spec", number): _by_others_alone(path, problem)
         for number, (path, problem) in enumerate(NOT_YET.items(), start=4 + len(WRONG_TOGETHER))
     },
+    **{
+        (TRAINING_JOB.kind, "spec", AFTER_NOT_YET + number): RuleCase(
+            SCRIPT, {**SCRIPT, **WRONG_SCRIPTS[number]}, (f"spec{at}", problem)
+        )
+        for number, (_, at, problem) in enumerate(WRONG_IN_SCRIPTS)
+    },
+    **{
+        (TRAINING_JOB.kind, "spec", AFTER_NOT_YET + len(WRONG_IN_SCRIPTS) + number): RuleCase(
+            {}, {f"spec.{name}": None}, (f"spec.{name}", REQUIRED)
+        )
+        for number, name in enumerate(("model", "data", "training"))
+    },
+    (TRAINING_JOB.kind, "spec", AFTER_NOT_YET + len(WRONG_IN_SCRIPTS) + 3): RuleCase(
+        {"spec.lifecycle.maxRestarts": 1}, {"spec.command": ["python", "b.py"]},
+        ("spec.command", "command is immutable"), stored=SCRIPT,
+    ),
+    (TRAINING_JOB.kind, "spec.pod.mounts[]", 0): _one_of(
+        "spec.pod.mounts[0]", {"spec.pod.mounts": [{"path": "/code", "configMap": "a"}]},
+        {"spec.pod.mounts": [{"path": "/code", "configMap": "a", "secret": "b"}]}, '["configMap", "secret"]',
+    ),
+    (TRAINING_JOB.kind, "spec.pod.mounts[]", 1): RuleCase(
+        {"spec.pod.mounts": [{"path": "/worker", "claim": "a"}]},
+        {"spec.pod.mounts": [{"path": "/work/mine", "claim": "a"}]},
+        ("spec.pod.mounts[0].path", f"/work/mine: {NOT_MOUNTED_THERE}"),
+    ),
+    (TRAINING_JOB.kind, "spec.pod.mounts[]", 2): RuleCase(
+        {"spec.pod.mounts": [{"path": "/data", "claim": "a", "writable": True}]},
+        {"spec.pod.mounts": [{"path": "/data", "secret": "a", "writable": True}]},
+        ("spec.pod.mounts[0].writable", ONLY_CLAIMS_ARE_WRITTEN),
+    ),
+    (TRAINING_JOB.kind, "spec.pod.mounts[].subPath", 0): RuleCase(
+        {"spec.pod.mounts": [{"path": "/data", "claim": "a", "subPath": "en/..wiki"}]},
+        {"spec.pod.mounts": [{"path": "/data", "claim": "a", "subPath": "en/../../other"}]},
+        ("spec.pod.mounts[0].subPath", "en/../../other must be a relative path on the claim"),
+    ),
     (TRAINING_JOB.kind, "", 0): RuleCase(
         {"metadata.name": "n" * MAX_NAME_LENGTH},
         {"metadata.name": "n" * (MAX_NAME_LENGTH + 1)},
@@ -572,8 +670,8 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec", 0): RuleCase(
         {"spec.memory.budget.host": "2Gi", "spec.spill.storageClassName": "fast", "spec.checkpoint.claim": "other"},
         {"spec.suspend": False, "spec.memory.budget.host": "2Gi", "spec.checkpoint.claim": "other",
-         "spec.members": [{"name": "a"}], "spec.objective": {"metric": "Loss"}},
-        ("spec", '["memory", "checkpoint", "members", "objective"] cannot change while suspend is false',
+         **SEARCHED, "spec.objective": {"metric": "Loss"}},
+        ("spec", '["memory", "checkpoint", "search", "objective"] cannot change while suspend is false',
          "set suspend: true first"),
         stored={"spec.suspend": True},
         stored_outside={},
@@ -648,7 +746,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.training.schedule", 0): RuleCase(
         {"spec.training.schedule": {"warmupRatio": "0.1"}},
         {"spec.training.schedule": {"warmupRatio": "0.1", "warmupSteps": 1}},
-        ("spec.training.schedule.warmupRatio", "warmupSteps says it already"),
+        ("spec.training.schedule.warmupRatio", "schedule.warmupSteps is set, too"),
     ),
     (TRAINING_JOB.kind, "spec.parallelism", 0): _never_changes("spec.parallelism", "spec.parallelism.nodes", 2),
     (TRAINING_JOB.kind, "spec", 2): RuleCase(
@@ -668,12 +766,12 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     ),
     (TRAINING_JOB.kind, "spec.members[].overrides", 0): RuleCase(
         {}, {"spec.members": [{"name": "a", "overrides": {"training.seed": "1"}}]},
-        ("spec.members[0].overrides", "write the fields themselves"),
+        ("spec.members[0].overrides", "write the fields of the member directly"),
     ),
     (TRAINING_JOB.kind, "spec", 3): RuleCase(
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi", "spec.pod.resources.cpu": 1},
         {"spec.memory.mode": "Disabled", "spec.memory.budget.host": "1Gi", "spec.pod.resources.memory": "2Gi"},
-        ("spec.pod.resources.memory", "mode Disabled plans nothing that could fit in it"),
+        ("spec.pod.resources.memory", "mode Disabled makes no plan that could be fitted"),
     ),
     (TRAINING_JOB.kind, "spec.pod", 0): RuleCase(
         {"spec.pod": {"resources": {"extended": {"rdma/hca": 1}}}},
@@ -683,7 +781,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.pod.resources.extended", 0): RuleCase(
         {"spec.pod.resources.extended": {"rdma/hca": 1}},
         {"spec.pod.resources.extended": {"memory": 1}},
-        ("spec.pod.resources.extended", "an extended resource is needed"),
+        ("spec.pod.resources.extended", "must be an extended resource"),
     ),
     (TRAINING_JOB.kind, "spec.pod.securityContext", 0): RuleCase(
         {"spec.pod.securityContext": {"assignedByCluster": True, "supplementalGroups": [5]}},
@@ -698,12 +796,12 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.spill", 0): RuleCase(
         {"spec.spill": {"storageClassName": "fast", "numVolumes": 2}},
         {"spec.spill": {"numVolumes": 2}},
-        ("spec.spill.numVolumes", "without storageClassName there is one, an emptyDir"),
+        ("spec.spill.numVolumes", "without storageClassName there is only one volume"),
     ),
     (TRAINING_JOB.kind, "spec.pod.env", 0): RuleCase(
         {"spec.pod.env": [{"name": f"V{number}", "value": "x" * 8192} for number in range(4)]},
         {"spec.pod.env": [{"name": f"V{number}", "value": "x" * 8000} for number in range(5)]},
-        ("spec.pod.env", "the values have 40000 characters; at most 32768: refer to a Secret"),
+        ("spec.pod.env", "all values together have 40000 characters, at most 32768 are allowed"),
     ),
     (TRAINING_JOB.kind, "spec.pod.env[]", 1): RuleCase(
         {"spec.pod.env": [{"name": "MASTER", "value": "1"}]},
@@ -729,7 +827,28 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (TRAINING_JOB.kind, "spec.pod.resourceName", 0): RuleCase(
         {"spec.pod.resourceName": "d" * MAX_DOMAIN_LENGTH + "/gpu"},
         {"spec.pod.resourceName": "d" * (MAX_DOMAIN_LENGTH + 1) + "/gpu"},
-        ("spec.pod.resourceName", "d/gpu: an extended resource is needed", f"at most {MAX_DOMAIN_LENGTH} characters"),
+        ("spec.pod.resourceName", "d/gpu: must be an extended resource", f"at most {MAX_DOMAIN_LENGTH} characters"),
+    ),
+    (TRAINING_JOB.kind, "spec.search", 0): RuleCase(
+        {"spec.search": {"trials": 2, "parameters": [{"path": "training.seed", "values": [1, 2]}]}},
+        {"spec.search": {"parameters": [{"path": "training.seed", "values": [1, 2]}]}},
+        ("spec.search.trials", TRIALS_NEEDED),
+    ),
+    (TRAINING_JOB.kind, "spec.search.parameters[]", 0): _one_of(
+        "spec.search.parameters[0]",
+        {"spec.search": {"trials": 2, "parameters": [{"path": "training.seed", "values": [1, "a"]}]}},
+        {"spec.search": {"trials": 2, "parameters": [{"path": "training.seed", "values": [1], "min": 1, "max": 2}]}},
+        '["values", "min"]',
+    ),
+    (TRAINING_JOB.kind, "spec.search.parameters[]", 1): RuleCase(
+        {"spec.search": {"trials": 2, "parameters": [{"path": "training.optimizer.eps", "min": "1e-9", "max": 1}]}},
+        {"spec.search": {"trials": 2, "parameters": [{"path": "training.optimizer.eps", "min": "1e-9"}]}},
+        ("spec.search.parameters[0].max", BOTH_ENDS),
+    ),
+    (TRAINING_JOB.kind, "spec.search.parameters[]", 2): RuleCase(
+        SEARCHED,
+        {"spec.search": {"trials": 1, "parameters": [{"path": "training.seed", "values": [1], "step": 1}]}},
+        ("spec.search.parameters[0].step", STEP_OF_RANGE),
     ),
     (TRAINING_JOB.kind, "spec.managedBy", 0): RuleCase(
         {"spec.lifecycle.maxRestarts": 1},
@@ -757,7 +876,7 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
     (OPERATOR_CONFIG.kind, "spec.networkPresets[].resources.extended", 0): RuleCase(
         {"spec.networkPresets": [{"name": "ib", "resources": {"extended": {"rdma/hca": 1}}}]},
         {"spec.networkPresets": [{"name": "ib", "resources": {"extended": {"cpu": 1}}}]},
-        ("spec.networkPresets[0].resources.extended", "an extended resource is needed"),
+        ("spec.networkPresets[0].resources.extended", "must be an extended resource"),
     ),
     (OPERATOR_CONFIG.kind, "spec.networkPresets[].annotations", 0): RuleCase(
         {"spec.networkPresets": [{"name": "ib", "annotations": {"k8s.v1.cni.cncf.io/networks": "ib0"}}]},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -144,7 +146,7 @@ def lean_attempt(root: Path, model: str, on_device: bool) -> Any:
     return *found, outcome(root, 4), num_rebuilt
 
 
-SWEEPS = ("turns", "one base", "one resident base")
+SWEEPS = ("turns", "one resident base", "one base")
 
 
 def sweep_attempt(root: Path, kind: str, on_device: bool) -> Any:
@@ -469,6 +471,32 @@ def writes_what_is_still_being_copied(is_correct: bool) -> bool:
     return bool(x.cpu().eq(1).all())
 
 
+def copies_a_storage_to_where_a_lane_freed(is_correct: bool) -> bool:
+    """As a model's buffers after a spilled boundary: the lane knows that its copy to the host is over; whoever copies
+    there next has no more than the allocator's word."""
+    other, host, y = torch.cuda.Stream(), torch.zeros(1 << 20).pin_memory(), torch.zeros(1 << 20, device="cuda")
+    freed = [torch.ones(1 << 20, device="cuda")]
+    address = freed[0].data_ptr()
+    other.wait_stream(torch.cuda.default_stream())
+    with torch.cuda.stream(other):
+        host.copy_(freed[0], non_blocking=True)
+        event = other.record_event()
+
+    def let_go() -> None:
+        cuda_kernels.fake().fake_cuda_own_clock()
+        if is_correct:
+            event.synchronize()
+        freed.clear()
+
+    lane = threading.Thread(target=let_go)
+    lane.start()
+    lane.join()
+    copied = copy.deepcopy(y)
+    assert copied.data_ptr() == address
+    torch.cuda.synchronize()
+    return bool(host.eq(1).all())
+
+
 PROGRAMS: dict[str, Callable[[bool], bool]] = {
     one.__name__.replace("_", " "): one
     for one in (
@@ -476,6 +504,7 @@ PROGRAMS: dict[str, Callable[[bool], bool]] = {
         frees_what_another_stream_uses,
         reads_before_the_copy_is_done,
         writes_what_is_still_being_copied,
+        copies_a_storage_to_where_a_lane_freed,
     )
 }
 

@@ -31,6 +31,16 @@ def run(job: Path, root: Path, *options: str) -> tuple[int, str, tuple[object, o
     return code, said, device_attempts.outcome(root, 4)
 
 
+def run_sweep(job: Path, root: Path, *options: str) -> tuple[int, str, dict[str, tuple[object, object]]]:
+    """As `run`, of each member by its name."""
+    code, _, said = spillway("run", str(job), "--output", str(root), *options)
+    members = sorted((root / "members").iterdir()) if code == 0 else []
+    outcomes = {
+        one.name: device_attempts.outcome_in(one, root / "checkpoints" / "members" / one.name, 4) for one in members
+    }
+    return code, said, outcomes
+
+
 def calibrated(root: Path, job: Path) -> tuple[dict[str, list[float]], str, str]:
     """(figures, the profile that `spillway calibrate` leaves, what `spillway plan` says then); models are tiny."""
     os.environ["XDG_STATE_HOME"] = str(root)

@@ -15,8 +15,9 @@ from cases.job_documents import job
 from harness.observations import NOW
 from spillway.api.field_types import MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH
 from spillway.api.limits import MAX_ENV_BYTES, MAX_RANKS
+from spillway.api.load import job_type
 from spillway.api.manifest import validate
-from spillway.api.training_job import TrainingJob
+from spillway.api.script import TRAINED_FIELDS
 from spillway.placement.cluster_view import ClusterView, LiveBytes, NodeView, Taint
 from spillway.planning.model_shape import shape_of
 from spillway.update_rules import MomentType, UpdateRule
@@ -39,6 +40,20 @@ NUMBERS = ("0", "0.0", "0.1", "1e-8", "0.9", "1", "10", "1e-300", "1e300")
 def fuzzed_job(seed: int) -> Document:
     """A manifest, as plain data."""
     return _Maker(random.Random(seed)).job(f"fuzz-{seed}")
+
+
+def as_script(spec: Document) -> Document:
+    """The same for a script: what that decides itself is left out; no number is drawn."""
+    made = {name: value for name, value in spec.items() if name not in TRAINED_FIELDS}
+    pod = made.get("pod", {})
+    made["pod"] = pod | {"resources": {"memory": "1Gi"} | pod.get("resources", {})}
+    nvme = made.pop("memory", {}).get("budget", {}).get("nvme")
+    made["memory"] = {} if nvme is None else {"budget": {"nvme": nvme}}
+    checkpoint = made.get("checkpoint", {})
+    made["checkpoint"] = {name: checkpoint[name] for name in ("claim", "subPath") if name in checkpoint}
+    for section, field in (("parallelism", "strategy"), ("spill", "encryption")):
+        made[section] = {name: value for name, value in made.get(section, {}).items() if name != field}
+    return made
 
 
 def as_other_data(data: Document, kind: str) -> Document:
@@ -115,7 +130,14 @@ class _Maker:
             if self._often(SOMETIMES):
                 del spec["training"]["steps"]
                 spec["training"]["epochs"] = self._one_of(1, 3, 10**6)
-        return spec
+        if self._often(RARELY):
+            places = ({"claim": "a", "writable": True}, {"configMap": "code", "subPath": "train.py"}, {"secret": "key"})
+            mounts = [{"path": f"/mounts/{number}", **place} for number, place in enumerate(places)]
+            spec.setdefault("pod", {})["mounts"] = self._one_of([], mounts)
+            spec["pod"].setdefault("resources", {})["scratch"] = self._one_of(*SIZES)
+        if "members" not in spec and self._often(RARELY):
+            spec["search"] = self._search()
+        return as_script(spec) if spec.get("command") else spec
 
     # what is trained
 
@@ -296,6 +318,17 @@ class _Maker:
             self._maybe(made["wandb"], "mode", SOMETIMES, "online", "offline")
         return made
 
+    def _search(self) -> Document:
+        parameters: list[Document] = [
+            {"path": "training.seed", "min": 0, "max": 10**12, "distribution": "Uniform"},
+            {"path": "training.optimizer.learningRate", "min": "1e-300", "max": 10, "distribution": "LogUniform"},
+            {"path": "training.gradientClipping", "min": "0", "max": "1e300", "step": "2.5e299"},
+            {"path": "training.optimizer.weightDecay", "values": ["0", "0.1", 1]},
+        ]
+        if self._often(SOMETIMES):
+            return {"algorithm": "Grid", "trials": 15, "parameters": parameters[2:]}
+        return {"seed": self._one_of(*COUNTS), "trials": self._one_of(1, 5, 64), "parameters": parameters}
+
     def _resources(self) -> Document:
         return self._one_of(
             {},
@@ -401,9 +434,11 @@ def decided(seed: int) -> tuple[dict[str, Any], Desired]:
     """The manifest, and what the operator does with the job as the API server would hold it."""
     document = fuzzed_job(seed)
     spec = document["spec"]
-    validate(TrainingJob, document, "fuzz")
+    validate(job_type(document), document, "fuzz")
     claims = tuple(Claim(name, exists=True, access_modes=("ReadWriteMany",)) for name in sorted(claims_of(spec)))
     seen = observed_spec(spec, claims, fuzzed_cluster(seed))
-    if "source" in spec["model"] or "entrypoint" in spec["model"] or "fetch" in str(spec["data"]):  # found by its pod
+    if "command" in spec:
+        return document, reconcile(seen, NOW)
+    if "source" in spec["model"] or "entrypoint" in spec["model"] or "fetch" in str(spec):  # found by its pod
         seen = replace(seen, inspection=Inspection(shape=shape_of(job().spec).packed()))
     return document, reconcile(seen, NOW)

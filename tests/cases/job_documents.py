@@ -15,7 +15,12 @@ from spillway.api.pod import Member
 from spillway.api.training_job import TrainingJob
 
 EXAMPLES = ROOT / "examples"
-EXAMPLE_JOBS = sorted(file for file in EXAMPLES.glob("*.yaml") if "kind: TrainingJob" in file.read_text("utf-8"))
+EXAMPLE_SCRIPT = EXAMPLES / "script.yaml"
+EXAMPLE_JOBS = sorted(
+    file
+    for file in EXAMPLES.glob("*.yaml")
+    if "kind: TrainingJob" in file.read_text("utf-8") and file != EXAMPLE_SCRIPT
+)
 
 TINY: dict[str, Any] = {
     "apiVersion": "spillway.dev/v1alpha1",

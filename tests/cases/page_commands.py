@@ -30,12 +30,15 @@ LOCAL = {
     "spillway ckpt export runs/lora --to runs/lora/adapters": ALL,
     "spillway plan examples/narrow-moments.yaml --node cpu": QUICK,
     "spillway run examples/narrow-moments.yaml --output runs/narrow-moments": ALL,
+    "spillway plan examples/search.yaml --node cpu": QUICK,
+    "spillway run examples/search.yaml --output runs/search": CI,
     "spillway plan examples/shared-base.yaml --node cpu": CI,
     "spillway run examples/shared-base.yaml --output runs/shared-base": ALL,
     "spillway plan examples/sweep.yaml --node cpu": QUICK,
     "spillway run examples/sweep.yaml --output runs/sweep": ALL,
     "spillway plan examples/tiny-llama.yaml --node cpu": QUICK,
     "spillway run examples/tiny-llama.yaml --output runs/tiny-llama": ALL,
+    "python examples/huggingface_trainer.py --output runs/trainer --steps 40": CI,
 }
 """run by tests/local/test_page_commands.py in a copy of the tree -> the depth from which on"""
 
@@ -44,6 +47,7 @@ CLUSTER_PAGES = {
     "docs/install.md": CI,
     "docs/test-bed.md": CI,
     "examples/gpu.yaml": CI,
+    "docs/scripts.md": CI,
     "docs/security.md": CI,
 }
 """in the order in which tests/cluster/alone/test_page_commands.py runs theirs -> the depth from which on"""
@@ -76,6 +80,9 @@ CLUSTER = {
     "kubectl get trainingjobs --watch",
     "kubectl wait --for=condition=Complete trainingjob/one-pod --timeout=5m",
     "kubectl apply -f examples/gpu.yaml",
+    "kubectl create configmap script --from-file=train.py=examples/huggingface_trainer.py",
+    "kubectl apply -f examples/two-pod-claim.yaml -f examples/script.yaml",
+    "kubectl get tjob script --watch",
     "make env",
     "make cluster-up ARGS=--prometheus",
     'make cluster-up ARGS="--fake-nodes 4 --fake-gpus 4 --prometheus --kueue"',

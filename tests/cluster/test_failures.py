@@ -14,6 +14,7 @@ from harness.installed import LONG, Document, Installed, changed, example, named
 from spillway.errors import RANK_CRASHED, ExitCode, reason_of
 from spillway.feedback.ladder import MOST_MEMORY_TRIES
 from spillway.feedback.retries import OOM_KILLED, POD_DELETED, Retry, retry_of
+from spillway.metrics import OPERATOR_ATTEMPTS_ENDED
 from spillway_trainer.checkpoints.manifest import CheckpointName
 from spillway_trainer.checkpoints.sealed_json import unseal
 from testbed.errors import Failed
@@ -65,6 +66,24 @@ def test_each_exit_code_has_its_reason_and_its_retry(spillway: Installed, namesp
             assert [one["attempt"] for one in job["status"]["escalations"]] == [*range(1, attempts["total"] + 1)]
             continue
         assert (attempts["total"], attempts.get("restarts", 0)) == ((2, 1) if retry is Retry.COUNTED else (1, 0))
+
+
+def test_prometheus_counts_each_end_by_its_reason_and_the_alert_names_the_jobs(
+    spillway: Installed, namespace: str
+) -> None:
+    import alerts  # charts/: on the path by conftest
+
+    codes = (1, int(ExitCode.USER_ERROR))
+    for code in codes:
+        spillway.create(fake_failure(namespace, f"counts-{code}", code, left_by_the_trainer(code)))
+    for code in codes:
+        spillway.wait(namespace, f"counts-{code}", "Failed", 60)
+    ends = f'{OPERATOR_ATTEMPTS_ENDED.name}{{namespace="{namespace}",reason='
+    spillway.until_measured({ends + f'"{RANK_CRASHED}"}}': 2.0, ends + f'"{ExitCode.USER_ERROR.reason}"}}': 1.0})
+    (failed,) = (alert.expression for alert in alerts.ALL if alert.name == "SpillwayJobFailed")
+    named = {one.labels["training_job"]: one.labels["reason"] for one in spillway.bed.query(failed)
+             if one.labels["namespace"] == namespace}  # fmt: skip
+    assert named == {f"counts-{code}": reason_of(code) for code in codes}
 
 
 def test_a_hostile_termination_message_is_bounded_and_changes_no_reason(spillway: Installed, namespace: str) -> None:
@@ -121,7 +140,7 @@ def test_out_of_memory_in_a_rank_alone_is_named_and_gets_a_larger_pod(spillway: 
     job = restarted(spillway, namespace, "filled")
     (one,) = job["status"]["escalations"]
     assert (one["attempt"], one["reason"]) == (1, OOM_KILLED)
-    assert "more for a pod than is planned in it" in one["change"]
+    assert "more than its plan needs" in one["change"]
     assert job["status"]["attempts"].get("restarts", 0) == 0
 
 

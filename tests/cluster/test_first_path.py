@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from harness.installed import CHART, Document, Installed, OperatorImage, example
-from spillway.metrics import TIER_BYTES, TIER_PEAK_BYTES
+from spillway.metrics import (
+    OPERATOR_ATTEMPTS_ENDED,
+    OPERATOR_DEVICE_SECONDS,
+    OPERATOR_FIRST_STEP,
+    OPERATOR_JOBS,
+    OPERATOR_QUEUE_WAIT,
+    TIER_BYTES,
+    TIER_PEAK_BYTES,
+)
 from testbed.client import Bed, Request
 from testbed.layout import REPOSITORY
 
@@ -130,6 +138,37 @@ def test_every_query_of_the_dashboards_returns_data(trained: Trained, name: str)
         if not trained.bed.query(f"last_over_time(({expression})[10m:2s])"):
             empty.append(expression)
     assert not empty
+
+
+def test_prometheus_holds_the_service_levels_of_the_jobs_namespace(trained: Trained) -> None:
+    bed, namespace = trained.bed, trained.namespace
+    wanted = {
+        f'{OPERATOR_ATTEMPTS_ENDED.name}{{namespace="{namespace}",reason="Completed"}}': 1.0,
+        f'{OPERATOR_QUEUE_WAIT.name}_count{{namespace="{namespace}"}}': 1.0,
+        f'{OPERATOR_FIRST_STEP.name}_count{{namespace="{namespace}"}}': 1.0,
+        f'{OPERATOR_JOBS.name}{{namespace="{namespace}",state="Complete"}}': 1.0,
+    }
+    trained.installed.until_measured(wanted)
+    held, committed = (
+        sum(
+            sample.value
+            for sample in bed.query(f'{OPERATOR_DEVICE_SECONDS.name}{{namespace="{namespace}",use="{use}"}}')
+        )
+        for use in ("held", "committed")
+    )
+    assert 0 < committed <= held
+    print(f"\ngoodput {committed / held:.2f} of {held:.0f} device seconds")
+
+
+def test_every_alert_can_be_asked_and_none_is_about_a_job_that_ran_well(trained: Trained) -> None:
+    import alerts  # charts/: on the path by conftest
+
+    found = {alert.name: trained.bed.query(alert.expression) for alert in alerts.ALL}
+    ours = {"namespace": trained.namespace}
+    assert {
+        name for name, samples in found.items() if any(ours.items() <= one.labels.items() for one in samples)
+    } == set()
+    assert not found["SpillwayOperatorDown"]  # other alerts of the operator may be due, for a moment, to other tests
 
 
 def test_the_plan_names_real_figures_of_the_real_node(trained: Trained) -> None:

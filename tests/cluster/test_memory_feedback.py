@@ -90,7 +90,7 @@ def test_a_model_whose_prediction_is_wrong_by_nearly_two_times(spillway: Install
     )
     print(described("trainingjobs", "first"), described("trainingjobs", "second"), described("memoryprofiles", profile))
     assert second["plan"]["observed"]["runs"] == 1
-    assert "evidence of one run under this plan" in second["plan"]["summary"]
+    assert "because in one run under this plan a pod used" in second["plan"]["summary"]
     for curve in witness.losses():
         assert curve == {step: expected[step] for step in curve}
     assert files_of(folder, "second", STEPS) == files_of(folder, "plain", STEPS)

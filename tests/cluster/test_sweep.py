@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from harness.installed import CHART, Document, Installed, example
+from harness.installed import CHART, Document, Installed, example, named
+from spillway_trainer.checkpoints.sealed_json import unseal
 
 NAME = "sweep"
 SECONDS = 180.0
@@ -85,3 +86,44 @@ def test_every_query_of_the_sweeps_dashboard_returns_data(swept: Swept) -> None:
         if not swept.installed.bed.query(f"last_over_time(({expression})[10m:2s])"):
             empty.append(expression)
     assert not empty
+
+
+def test_a_sweep_on_two_devices_whose_pod_is_deleted_trains_every_member_to_its_end(
+    spillway: Installed, namespace: str
+) -> None:
+    """Two CPU devices in one pod; the second attempt resumes each member from its checkpoint on the claim."""
+    folder = spillway.bed.claim("kept", namespace)
+    document = example(
+        NAME,
+        namespace,
+        checkpoint={"claim": "kept", "everySteps": 5},
+        training__steps=120,
+        parallelism={"device": "Cpu", "devicesPerNode": 2},
+        objective=None,
+    )
+    job = named(document, "two-devices")
+    spillway.create(job)
+
+    def has_trained(found: Document) -> bool:
+        return int(found["status"].get("progress", {}).get("step", 0)) >= 30
+
+    spillway.until(has_trained, namespace, "two-devices", SECONDS)
+    (pod,) = spillway.children("pod", namespace, "two-devices")
+    spillway.bed.kubectl("delete", "pod", pod["metadata"]["name"], "-n", namespace, "--wait=false")
+    ended = spillway.wait(namespace, "two-devices", "Complete", SECONDS)["status"]
+    assert [member["state"] for member in ended["members"]] == ["Complete"] * 3
+    assert ended["attempts"]["total"] == 2
+    assert len([*folder.rglob("step-120.e2")]) == 3
+    epochs = [unseal(path.read_bytes()) for path in folder.rglob("epoch-2.json")]
+    assert any(epoch["resumes_from"] for epoch in epochs), "no member resumed"
+
+
+@pytest.mark.ci
+def test_a_search_trains_the_members_that_it_makes(spillway: Installed, namespace: str) -> None:
+    spillway.bed.kubectl("apply", "-f", "-", stdin=json.dumps(example("search", namespace)))
+    job = spillway.wait(namespace, "search", "Complete", SECONDS)
+    assert [one["name"] for one in job["status"]["members"]] == [f"trial-0{at}" for at in range(8)]
+    assert "members" not in job["spec"], "the object has the search alone"
+    states = {one["name"]: one["state"] for one in job["status"]["members"]}
+    assert sorted(states.values()) == ["Complete"] * 2 + ["Stopped"] * 6
+    assert states[job["status"]["bestMember"]] == "Complete"

@@ -50,6 +50,10 @@ def operator_pod(objects: tuple[Object, ...]) -> Object:
 OF_THE_POD = {"metadata.uid": "0a1b-uid", "status.podIP": "10.0.0.7"}
 
 
+def node_exporter_pod(objects: tuple[Object, ...]) -> Object:
+    return dict(only(objects, "DaemonSet")["spec"]["template"]["spec"])
+
+
 def operator_environment(objects: tuple[Object, ...]) -> dict[str, str]:
     """With what the kubelet would fill in."""
     (container,) = operator_pod(objects)["containers"]
@@ -114,8 +118,14 @@ def test_the_notes_name_the_next_command(major: str) -> None:
 
 
 @pytest.mark.parametrize("cell", MATRIX)
-def test_the_pod_meets_the_restricted_standard(major: str, cell: str) -> None:
-    pod = operator_pod(rendered(major, MATRIX[cell]))
+@pytest.mark.parametrize("kind", ["Deployment", "DaemonSet"])
+def test_the_pods_meet_the_restricted_standard(major: str, cell: str, kind: str) -> None:
+    """But for the host's root, where drives of storage classes are named."""
+    objects = rendered(major, MATRIX[cell])
+    if (kind, cell) == ("DaemonSet", "least"):
+        assert not of_kind(objects, kind)
+        return
+    pod = only(objects, kind)["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] > 0
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -125,8 +135,9 @@ def test_the_pod_meets_the_restricted_standard(major: str, cell: str) -> None:
         assert context["allowPrivilegeEscalation"] is False
         assert context["readOnlyRootFilesystem"] is True
         assert context["capabilities"] == {"drop": ["ALL"]}
+    drives = {"hostPath"} if (kind, cell) == ("DaemonSet", "most") else set()
     for volume in pod["volumes"]:
-        assert set(volume) - {"name"} <= {"secret", "emptyDir", "configMap", "projected"}
+        assert set(volume) - {"name"} <= {"secret", "emptyDir", "configMap", "projected"} | drives
 
 
 @pytest.mark.parametrize("cell", MATRIX)
@@ -138,6 +149,59 @@ def test_every_image_is_named_exactly(major: str, cell: str) -> None:
         assert not image.endswith(":latest")
     if cell == "digest":
         assert [image.partition("@")[2][:10] for image in images] == ["sha256:aaa", "sha256:bbb"]
+
+
+# --- the node exporter's pods ----------------------------------------------------------------------------------------
+
+
+def test_an_exporter_runs_on_every_node_without_a_token_and_reads_only(major: str) -> None:
+    pod = node_exporter_pod(rendered(major))
+    assert pod["tolerations"] == [{"operator": "Exists"}]
+    assert pod["automountServiceAccountToken"] is False
+    (container,) = pod["containers"]
+    assert container["image"] == operator_pod(rendered(major))["containers"][0]["image"]
+    assert all(mount["readOnly"] for mount in container["volumeMounts"])
+
+
+@pytest.mark.parametrize("cell", ["defaults", "most"])
+def test_its_arguments_are_what_the_program_takes_and_drives_lie_in_what_is_mounted(major: str, cell: str) -> None:
+    program = pytest.importorskip("spillway_operator.node_exporter.__main__", reason="needs the extra [operator]")
+    (container,) = node_exporter_pod(rendered(major, MATRIX[cell]))["containers"]
+    assert container["command"] == ["python", "-m", "spillway_operator.node_exporter"]
+    given = program.parsed(container["args"])
+    names = {entry["name"]: entry.get("valueFrom", {}).get("fieldRef") for entry in container["env"]}
+    assert (given.node, given.address) == ("$(NODE_NAME)", "$(POD_IP)")
+    assert names["NODE_NAME"] == {"fieldPath": "spec.nodeName"}
+    assert names["POD_IP"] == {"fieldPath": "status.podIP"}
+    assert container["ports"] == [{"name": "metrics", "containerPort": given.port}]
+    named = [["/mnt/nvme0", "/host/mnt/nvme0", "local-nvme"]] if cell == "most" else []
+    assert given.drive == [["/var/lib/kubelet", "/spill", ""], *named]
+    mounts = {mount["mountPath"]: mount.get("mountPropagation") for mount in container["volumeMounts"]}
+    assert mounts == {"/spill": None, **({"/host": "HostToContainer"} if named else {})}
+
+
+def test_the_operator_finds_exporters_by_the_labels_that_they_have_and_no_operator(major: str) -> None:
+    objects = rendered(major)
+    selector = dict(term.split("=") for term in operator_environment(objects)["SPILLWAY_NODE_EXPORTERS"].split(","))
+    labels = only(objects, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
+    assert selector == labels == only(objects, "DaemonSet")["spec"]["selector"]["matchLabels"]
+    assert not only(objects, "Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert "SPILLWAY_NODE_EXPORTERS" not in operator_environment(rendered(major, MATRIX["least"]))
+
+
+def test_token_and_authorities_of_prometheus_are_files_of_a_mounted_secret(major: str) -> None:
+    folder = "/etc/spillway/prometheus"
+    values = ("prometheus.secretName=access", f"prometheus.tokenFile={folder}/token", f"prometheus.caFile={folder}/ca")
+    objects = rendered(major, (*values, 'prometheus.matchers={cluster="a"}'))
+    environment, pod = operator_environment(objects), operator_pod(objects)
+    assert environment["SPILLWAY_PROMETHEUS_TOKEN_FILE"] == f"{folder}/token"
+    assert environment["SPILLWAY_PROMETHEUS_CA_FILE"] == f"{folder}/ca"
+    assert environment["SPILLWAY_PROMETHEUS_MATCHERS"] == 'cluster="a"'
+    assert {"name": "prometheus", "mountPath": folder, "readOnly": True} in pod["containers"][0]["volumeMounts"]
+    assert "access" in {volume.get("secret", {}).get("secretName") for volume in pod["volumes"]}
+
+
+# --- more of the operator's pod ---------------------------------------------------------------------------------------
 
 
 def test_two_operators_run_and_a_new_one_is_ready_before_an_old_one_goes(major: str) -> None:
@@ -413,22 +477,67 @@ def test_crds_can_be_left_to_somebody_else(major: str) -> None:
 def test_monitors_are_made_on_request_with_the_labels_that_select_them(major: str) -> None:
     assert not of_kind(rendered(major), "PodMonitor")
     objects = rendered(major, MATRIX["most"])
-    for monitor in (only(objects, "PodMonitor"), only(objects, "ServiceMonitor")):
+    for monitor in (*of_kind(objects, "PodMonitor"), only(objects, "ServiceMonitor")):
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
 
 
-def test_recording_rules_come_with_the_monitors_and_equal_the_file(major: str) -> None:
-    made = only(rendered(major, MATRIX["most"]), "PrometheusRule")
-    assert made["metadata"]["labels"]["release"] == "prometheus"
-    file = CHART / "files" / "rules" / "nodes.yaml"
-    assert made["spec"] == yaml.safe_load(file.read_text(encoding="utf-8"))
+def rules_by_part(major: str, *values: str) -> dict[str, Object]:
+    """The rules of the chart, by the end of their objects' names."""
+    made = of_kind(rendered(major, ("monitoring.enabled=true", *values)), "PrometheusRule")
+    return {one["metadata"]["name"].rpartition("-")[2]: one for one in made}
+
+
+def test_rules_and_alerts_come_with_the_monitors_and_equal_the_files(major: str) -> None:
+    made = rules_by_part(major, "monitoring.labels.release=prometheus")
+    assert made.keys() == {"nodes", "alerts"}
+    for part, one in made.items():
+        assert one["metadata"]["labels"]["release"] == "prometheus"
+        assert one["spec"] == yaml.safe_load((CHART / "files" / "rules" / f"{part}.yaml").read_text(encoding="utf-8"))
     assert not of_kind(rendered(major), "PrometheusRule")
-    assert not of_kind(rendered(major, ("monitoring.enabled=true", "monitoring.rules=false")), "PrometheusRule")
+    assert not rules_by_part(major, "monitoring.rules=false")
+    assert rules_by_part(major, "monitoring.alerts.enabled=false").keys() == {"nodes"}
+
+
+def test_alerts_are_left_out_relabelled_and_linked_as_the_values_say(major: str) -> None:
+    made = rules_by_part(
+        major,
+        "monitoring.alerts.disabled={SpillwayGoodputLow}",
+        "monitoring.alerts.severities.critical=page",
+        "monitoring.alerts.severities.SpillwayJobFailed=info",
+        "monitoring.alerts.labels.team=ml",
+        "monitoring.alerts.runbookUrl=https://wiki.example.com/runs",
+    )
+    as_written = yaml.safe_load((CHART / "files" / "rules" / "alerts.yaml").read_text(encoding="utf-8"))
+    (before,), (group,) = as_written["groups"], made["alerts"]["spec"]["groups"]
+    assert made["nodes"]["spec"] == rules_by_part(major)["nodes"]["spec"]
+    after = {rule["alert"]: rule for rule in group["rules"]}
+    assert [rule["alert"] for rule in before["rules"] if rule["alert"] != "SpillwayGoodputLow"] == list(after)
+    for rule in before["rules"]:
+        if (now := after.get(rule["alert"])) is not None:
+            severity = {"critical": "page"}.get(rule["labels"]["severity"], rule["labels"]["severity"])
+            severity = "info" if rule["alert"] == "SpillwayJobFailed" else severity
+            assert now["labels"] == {"severity": severity, "team": "ml"}
+            url = f"https://wiki.example.com/runs#{rule['alert'].lower()}"
+            assert now["annotations"] == rule["annotations"] | {"runbook_url": url}
+            assert (now["expr"], now["for"]) == (rule["expr"], rule["for"])
+
+
+@pytest.mark.parametrize("value", ["disabled={SpillwayGoodputLo}", "severities.SpillwayGoodputLo=info"])
+def test_an_alert_that_does_not_exist_cannot_be_meant(major: str, value: str) -> None:
+    values = ("monitoring.enabled=true", f"monitoring.alerts.{value}")
+    done = helm(major, "template", RELEASE, str(CHART), *settings_of(values))
+    assert f"monitoring.alerts.{value[:8]}" in done.stderr
+    assert "SpillwayGoodputLo: n" in done.stderr
+    assert done.returncode
 
 
 def test_whose_series_they_are_is_known_from_the_pod_alone(major: str) -> None:
-    (endpoint,) = only(rendered(major, MATRIX["most"]), "PodMonitor")["spec"]["podMetricsEndpoints"]
-    assert endpoint["honorLabels"] is False
+    trainers, node_exporters = of_kind(rendered(major, MATRIX["most"]), "PodMonitor")
+    (of_nodes,), (endpoint,) = (one["spec"]["podMetricsEndpoints"] for one in (node_exporters, trainers))
+    assert of_nodes["honorLabels"] is endpoint["honorLabels"] is False
+    assert of_nodes["relabelings"] == [{"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}]
+    exporter = only(rendered(major, MATRIX["most"]), "DaemonSet")
+    assert node_exporters["spec"]["selector"] == exporter["spec"]["selector"]
     assert {relabelling["targetLabel"] for relabelling in endpoint["relabelings"]} == {
         "node",
         "namespace",
@@ -439,9 +548,9 @@ def test_whose_series_they_are_is_known_from_the_pod_alone(major: str) -> None:
 
 def test_monitors_look_where_the_operator_works(major: str) -> None:
     everywhere = rendered(major, ("monitoring.enabled=true",))
-    assert only(everywhere, "PodMonitor")["spec"]["namespaceSelector"] == {"any": True}
+    assert of_kind(everywhere, "PodMonitor")[0]["spec"]["namespaceSelector"] == {"any": True}
     two = rendered(major, ("monitoring.enabled=true", *MATRIX["two namespaces"]))
-    assert only(two, "PodMonitor")["spec"]["namespaceSelector"] == {"matchNames": ["team-a", "team-b"]}
+    assert of_kind(two, "PodMonitor")[0]["spec"]["namespaceSelector"] == {"matchNames": ["team-a", "team-b"]}
 
 
 def test_each_dashboard_is_a_config_map_that_grafanas_sidecar_finds(major: str) -> None:
@@ -473,6 +582,13 @@ REFUSED = {
     "an address without its scheme": ("prometheus.url=prometheus:9090", "prometheus.url"),
     "a port that is none": ("prometheus.url=http://prometheus:70000", "prometheus.url"),
     "a port in words": ("prometheus.url=http://prometheus:web", "prometheus.url"),
+    "a matcher that is none": ("prometheus.matchers={cluster}", "prometheus.matchers"),
+    "a token's file that is no path": ("prometheus.tokenFile=token", "prometheus.tokenFile"),
+    "a drive that is no path": (
+        "nodeExporter.drives[0].mountPoint=mnt,nodeExporter.drives[0].storageClassName=a",
+        "nodeExporter.drives",
+    ),
+    "a drive without its class": ("nodeExporter.drives[0].mountPoint=/mnt", "nodeExporter.drives"),
     "no time between readings": ("prometheus.intervalSeconds=0", "prometheus.intervalSeconds"),
     "a name too long": (f"fullnameOverride={'a' * 53}", "fullnameOverride"),
     "a log level that is none": ("operator.logLevel=LOUD", "operator.logLevel"),
@@ -516,8 +632,8 @@ def test_the_schema_is_closed_and_describes_every_value() -> None:
 
 def test_values_and_schema_name_the_same_things() -> None:
     """Maps that users fill are empty in values.yaml; their keys are no names of ours."""
-    filled = ("dashboards.labels.", "resources.requests.", "resources.limits.")
-    values = {path for path in value_paths(yaml.safe_load(VALUES)) if not path.startswith(filled)}
+    filled = re.compile(r"(dashboards\.labels|(nodeExporter\.)?resources\.(requests|limits))\.")
+    values = {path for path in value_paths(yaml.safe_load(VALUES)) if not filled.match(path)}
     schema = {path for path, _ in schema_nodes(SCHEMA) if path and "[]" not in path and path != "global"}
     assert values == schema
 

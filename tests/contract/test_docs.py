@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from harness.places import ROOT
+from spillway import metrics
 from spillway.api.load import parse_job
 from spillway.plan import MemoryPlan
 from spillway.planning.hardware import resolve_node
@@ -69,6 +70,11 @@ def test_no_line_is_longer_than_120_columns(page: Path) -> None:
     """But for what programs print, which stands in fenced blocks."""
     text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S)
     assert [line for line in text.splitlines() if len(line) > 120] == []
+
+
+def test_the_operators_page_lists_each_of_its_metrics_and_no_other() -> None:
+    listed = re.findall(r"spillway_operator_\w+", text_of(ROOT / "docs" / "operator.md"))
+    assert set(listed) == {metric.name for metric in metrics.OPERATOR}
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:

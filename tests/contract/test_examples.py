@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cases.job_documents import EXAMPLE_SCRIPT
 from harness.places import ROOT
 from spillway.api.load import load_job, parse_job
 from spillway.plan import MemoryPlan, Tier
@@ -22,6 +23,7 @@ NODES = {
     "narrow-moments": "cpu",
     "larger-than-device": "cpu",
     "sweep": "cpu",
+    "search": "cpu",
     "shared-base": "cpu",
     "llama-70b": "8xh100",
     "one-pod": "cpu",
@@ -43,7 +45,7 @@ def plan_of(name: str) -> MemoryPlan:
 
 def test_no_example_is_left_out_here() -> None:
     jobs = {path.stem for path in FOLDER.glob("*.yaml") if documents(path.stem)[-1]["kind"] == "TrainingJob"}
-    assert jobs == set(NODES)
+    assert jobs == {*NODES, EXAMPLE_SCRIPT.stem}
 
 
 @pytest.mark.parametrize("name", NODES)

@@ -155,6 +155,7 @@ def ends(objects: tuple[Object, ...]) -> dict[str, End]:
     labels = only(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
     return {
         "operator": End(NAMESPACE, labels),
+        "node exporter": End(NAMESPACE, only(objects, "DaemonSet")["spec"]["template"]["metadata"]["labels"]),
         "another pod there": End(NAMESPACE, OTHER_POD),
         "trainer": trainer("team-a"),
         "its peer": trainer("team-a"),
@@ -204,6 +205,15 @@ FLOWS = (
     Flow("trainers are scraped", "Prometheus", "trainer", 9400, True),
     Flow("the operator is scraped", "Prometheus", "operator", 8080, True),
     Flow("`spillway top JOB` comes through the API server", "the API server", "trainer", 9400, True),
+    Flow("node exporters are scraped", "Prometheus", "node exporter", 9402, True),
+    Flow("narrowed, node exporters are scraped", "Prometheus", "node exporter", 9402, True, NARROW),
+    Flow("narrowed, nobody else scrapes node exporters", "a pod elsewhere", "node exporter", 9402, False, NARROW),
+    Flow("without Prometheus the operator scrapes them, narrowed or not", "operator", "node exporter", 9402, True,
+         (TEAMS, MONITORING, NARROW_SERVER)),
+    Flow("with it, it does not", "operator", "node exporter", 9402, False),
+    Flow("a node exporter reaches nobody", "node exporter", "the API server", 443, False),
+    Flow("not even DNS", "node exporter", "DNS", 53, False, protocol="UDP"),
+    Flow("nothing else of a node exporter is reached", "Prometheus", "node exporter", 22, False),
     Flow("narrowed, trainers are scraped", "Prometheus", "trainer", 9400, True, NARROW),
     Flow("narrowed, the operator is scraped", "Prometheus", "operator", 8080, True, NARROW),
     Flow("narrowed, nobody else scrapes trainers", "another pod", "trainer", 9400, False, NARROW),
@@ -249,7 +259,7 @@ def every_flow(objects: tuple[Object, ...]) -> Iterator[tuple[str, str, int]]:
     there, policies = ends(objects), of_kind(objects, "NetworkPolicy")
     for source in there:
         for target in there:
-            for port in (22, 53, 80, 443, 6443, 8080, 8443, 9090, 9400, 29500, 43211):
+            for port in (22, 53, 80, 443, 6443, 8080, 8443, 9090, 9400, 9402, 29500, 43211):
                 if source != target and passes(policies, there[source], there[target], "TCP", port):
                     yield source, target, port
 
@@ -261,7 +271,7 @@ def test_nothing_else_passes_into_or_out_of_a_trainer(major: str) -> None:
     into = {(source, port) for source, target, port in found if target == "trainer" and source not in ranks}
     assert into == {("Prometheus", 9400)}
     out = {(target, port) for source, target, port in found if source == "trainer" and target not in ranks}
-    elsewhere = set(ends(rendered(major, NARROW))) - {*ranks, "operator", "a trainer elsewhere"}
+    elsewhere = set(ends(rendered(major, NARROW))) - {*ranks, "operator", "node exporter", "a trainer elsewhere"}
     assert out == {("operator", 8443), *((target, 53) for target in elsewhere)}
 
 

@@ -126,12 +126,23 @@ def allocate(
     where = (
         device if device is not None and device.index is not None else torch.device("cuda", torch.cuda.current_device())
     )
-    nbytes = span_bytes(size, stride, dtype)
-    storage = torch.UntypedStorage(nbytes, device=where)
-    if nbytes:
-        fake().fake_cuda_born(current_stream(), storage.data_ptr(), nbytes, label.encode())
+    storage = make_storage(torch.UntypedStorage, span_bytes(size, stride, dtype), device=where, label=label)
     form = {"storage_offset": 0, "size": tuple(size), "stride": tuple(stride), "dtype": dtype, "device": where}
     return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(form, storage)
+
+
+_new_storage = torch.UntypedStorage.__new__
+
+
+def make_storage(
+    kind: type[torch.UntypedStorage], *args: Any, label: str = "a storage", **options: Any
+) -> torch.UntypedStorage:
+    """In place of torch's constructor, which `copy.deepcopy` of a tensor calls, too. The judge must hear of new memory:
+    else it holds what was done there before it was freed against the new owner."""
+    made: torch.UntypedStorage = _new_storage(kind, *args, **options)
+    if made.is_cuda and made.nbytes():
+        fake().fake_cuda_born(current_stream(), made.data_ptr(), made.nbytes(), label.encode())
+    return made
 
 
 class Clocks:
@@ -229,6 +240,7 @@ def install() -> None:
     put("dropout", dropout, "AutogradCUDA")
     put("rms_norm", rms_norm, "AutogradCUDA")
     kernels.triton_kernels = lambda: TRITON
+    torch.UntypedStorage.__new__ = staticmethod(make_storage)  # type: ignore[method-assign,assignment]
     judge_host_memory()
 
 

@@ -121,7 +121,9 @@ def test_a_bit_that_the_device_flipped_is_an_error(tmp_path: Path) -> None:
 
     file = opened(tmp_path, flip)
     [token] = file.write_batch([(0, memory(1, seed=1), "x")])
-    with pytest.raises(SpillIOError, match=r"read of layer 3 at offset 0: .* not those written: checksum"):
+    with pytest.raises(
+        SpillIOError, match=r"read of layer 3 at offset 0: .* differ from those written .checksum: expected"
+    ):
         file.read_batch([(0, memory(1), token, "layer 3")])
     file.close()
 
@@ -130,7 +132,7 @@ def test_bytes_of_an_older_write_are_an_error(tmp_path: Path) -> None:
     file = opened(tmp_path)
     [old] = file.write_batch([(0, memory(1, seed=1), "x")])
     file.write_batch([(0, memory(1, seed=1), "x")])  # the same ones
-    with pytest.raises(SpillIOError, match="not those written"):
+    with pytest.raises(SpillIOError, match="differ from those written"):
         file.read_batch([(0, memory(1), old, "x")])
     file.close()
 

@@ -44,7 +44,11 @@ class Disk:
 
 FAULTS = {
     "read error": (SpillIOError, ExitCode.SPILL_IO_ERROR, "read of states of .* Input/output error"),
-    "read flip": (SpillIOError, ExitCode.SPILL_IO_ERROR, "bytes read are not those written: checksum expected"),
+    "read flip": (
+        SpillIOError,
+        ExitCode.SPILL_IO_ERROR,
+        "bytes that were read differ from those written .checksum: expected",
+    ),
     "write error": (SpillIOError, ExitCode.SPILL_IO_ERROR, "write of states of .* Input/output error"),
     "write full": (SpillVolumeFull, ExitCode.SPILL_VOLUME_FULL, "no room for states of .* free some"),
 }

@@ -140,7 +140,9 @@ def test_eio_names_label_offset_and_errno(tmp_path: Path, direction: Direction) 
 @pytest.mark.parametrize("os_error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_volume_that_fills_up_is_named_with_wanted_and_free_bytes(tmp_path: Path, os_error: int) -> None:
     file = opened(tmp_path, call=Calls(-os_error))
-    with pytest.raises(SpillVolumeFull, match=rf"{tmp_path}: no room for block0 .* 8192 bytes .* wanted, \d+ bytes"):
+    with pytest.raises(
+        SpillVolumeFull, match=rf"{tmp_path}: no room for block0 .* 8192 bytes .* are needed, \d+ bytes"
+    ):
         file.write_batch([Write(0, memory(8192), "block0")])
 
 
@@ -355,9 +357,12 @@ def test_file_larger_than_rlimit_fsize_is_rejected_and_leaves_nothing(tmp_path: 
 @pytest.mark.parametrize(
     ("os_error", "advice"),
     [
-        (errno.ENOSPC, "free: free some, give another directory"),
-        (errno.EDQUOT, "free: the quota of this user or project is used up, even if the disk has free space"),
-        (errno.EFBIG, "free: the file system allows no file this large: use more directories"),
+        (errno.ENOSPC, "free; free some space, give another directory"),
+        (
+            errno.EDQUOT,
+            "free; raise the quota of this user or project, which is used up even if the disk has free space",
+        ),
+        (errno.EFBIG, "free; use more directories, because the file system allows no file of this size"),
     ],
 )
 def test_an_allocation_that_fails_says_what_helps(

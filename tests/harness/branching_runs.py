@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cases.optimizer_cases import HOST_BYTES, SETTINGS, split
 from harness import local_runs
@@ -18,30 +19,39 @@ from spillway_trainer.optimizer.plain import ResidentOptimizer, StepOptimizer
 from spillway_trainer.optimizer.schedule import LearningRate
 from spillway_trainer.optimizer_offload import OptimizerOffload
 from spillway_trainer.parallel import distributed
-from spillway_trainer.ranks import World
+from spillway_trainer.parallel.backward_exchange import BackwardExchange
+from spillway_trainer.ranks import NO_EXCHANGE, World
 from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.segments import Position
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
-from spillway_trainer.tiers.lanes import CpuLanes
+from spillway_trainer.tiers.lanes import CpuLanes, Lanes
 from spillway_trainer.trainer import LoopSettings, Run, RunProgress, StopRequest, train_step
 
 NUM_STEPS = 4
+NO_TOKEN = 2 * NUM_STEPS
+NUM_CALLS = "number of forwards"
 
 
 class Branching(nn.Module):
-    """An even token goes through `even`, an odd one through `odd`, of another size; every fourth through both."""
+    """An even token goes through `even`, an odd one through `odd`, of another size; every fourth through both. A token
+    from `again` on goes twice through `both`, which then gets two gradients in one backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, again: int) -> None:
         super().__init__()
+        self.again, self.num_calls = again, 0
         generator = torch.Generator().manual_seed(3)
         self.even = nn.Parameter(torch.randn(3, 5, generator=generator))
         self.odd = nn.Parameter(torch.randn(7, generator=generator))
         self.both = nn.Parameter(torch.randn(5, generator=generator))
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
+        self.num_calls += 1
         token = int(tokens_BT[0, 0])
         value = (self.both * (token + 1)).sin().sum()
+        if token >= self.again:
+            start = torch.ones((), requires_grad=True)
+            value = value + checkpoint(lambda x: (x * self.both).cos().sum(), start, use_reentrant=True)
         if token % 2 == 0:
             value = value + (self.even * token).cos().sum()
         if token % 2 == 1 or token % 4 == 0:
@@ -60,29 +70,41 @@ class CountedTokens:
         return len(samples)
 
 
-def optimizer_of(model: nn.Module, shares: tuple[float, float, float] | None) -> StepOptimizer:
-    ledger, parameters = DeviceLedger(None), list(model.named_parameters())
+Shares = tuple[float, float, float] | None
+
+
+def optimizer_of(model: nn.Module, shares: Shares, lanes: Lanes, ledger: DeviceLedger) -> StepOptimizer:
+    parameters = list(model.named_parameters())
     if shares is None:
         return ResidentOptimizer(parameters, {}, SETTINGS, ledger)
-    lanes = CpuLanes(HostSlab(HOST_BYTES), ledger)
     return OptimizerOffload(parameters, {}, SETTINGS, split(*shares, 4), lanes, ledger)
 
 
-def states_after(directory: Path, world: World, shares: tuple[float, float, float] | None) -> dict[str, Tensor]:
-    model = Branching()
-    optimizer = optimizer_of(model, shares)
+def states_after(
+    directory: Path, world: World, shares: Shares, again: int = NO_TOKEN, *, behind: bool = True
+) -> dict[str, Tensor]:
+    """Also the number of forwards."""
+    model, ledger = Branching(again), DeviceLedger(None)
+    lanes = CpuLanes(HostSlab(HOST_BYTES), ledger)
+    optimizer = optimizer_of(model, shares, lanes, ledger)
+    exchange: BackwardExchange | None = None
 
     def take(name: str, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         optimizer.take(name, gradient)
+        if exchange is not None and behind:
+            exchange.taken(name)
 
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: take(name, p))  # type: ignore[no-untyped-call]
     progress = RunProgress()
     settings = LoopSettings(NUM_STEPS, 1, 2 // world.size, 0.5, True, 100, 0, 1)
     with distributed.joined(world) as ranks:
-        num_values = sum(p.numel() for p in model.parameters())
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        total = ranks.gradient_sum(15, torch.float32, partial(torch.empty, dtype=torch.uint8), 1)
+        if total is not None:
+            exchange = BackwardExchange(total, optimizer, lanes, sizes, settings.num_micro_batches * behind)
         run = Run(
             model=model,
             optimizer=optimizer,
@@ -93,21 +115,26 @@ def states_after(directory: Path, world: World, shares: tuple[float, float, floa
             checkpoints=None,  # type: ignore[arg-type]
             recorder=Recorder(directory / f"run-{world.rank}.jsonl"),
             ranks=ranks,
-            sum_gradients=ranks.gradient_sum(num_values, torch.float32, partial(torch.empty, dtype=torch.uint8), 1),
+            sum_gradients=exchange or NO_EXCHANGE,
         )
         for _ in range(NUM_STEPS):
             train_step(run, settings, progress, StopRequest())
-        return dict(optimizer.state())
+        return {**dict(optimizer.state()), NUM_CALLS: torch.tensor(model.num_calls)}
 
 
-def rank(directory: Path, world: World, shares: tuple[float, float, float] | None) -> None:
-    torch.save(states_after(directory, world, shares), directory / f"{world.rank}.pt")
+def rank(directory: Path, world: World, shares: Shares, again: int, behind: bool) -> None:
+    distributed.EXCHANGE_PARAMETERS = 4
+    torch.save(states_after(directory, world, shares, again, behind=behind), directory / f"{world.rank}.pt")
 
 
-def states_of_ranks(directory: Path, shares: tuple[float, float, float] | None) -> Iterator[dict[str, Tensor]]:
+def states_of_ranks(
+    directory: Path, shares: Shares, again: int = NO_TOKEN, *, behind: bool = True
+) -> Iterator[dict[str, Tensor]]:
     (port,) = free_ports(1)
     worlds = [World(rank=number, local_rank=number, size=2, master_port=port) for number in range(2)]
-    processes = [local_runs.CONTEXT.Process(target=rank, args=(directory, world, shares)) for world in worlds]
+    processes = [
+        local_runs.CONTEXT.Process(target=rank, args=(directory, world, shares, again, behind)) for world in worlds
+    ]
     for process in processes:
         process.start()
     for process in processes:

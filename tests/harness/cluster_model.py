@@ -24,6 +24,7 @@ from cases.job_documents import TINY
 from spillway.api.progress import ProgressReport
 from spillway.api.status import Escalation
 from spillway.api.training_job import TrainingJob
+from spillway.metrics import Metric
 from spillway.placement.cluster_view import ClusterView
 from spillway.placement.place import Placement
 from spillway.plan import MemoryPlan, Tier
@@ -272,11 +273,13 @@ class Operator:
             if _is_watched(found):
                 self.store.put_attempt(project_attempt(copy.deepcopy(found)))
         self.notes: list[Any] = []
+        self.counted: dict[tuple[str, str], list[float]] = {}
+        """metric and label -> what was added for service levels"""
         reservations = Reservations(15.0)
         as_it_is: Any = SimpleNamespace(applied=lambda job: (job, ()))
         cluster: Any = SimpleNamespace(refresh=_nothing, view=lambda job: ClusterView(), config=as_it_is)
         events: Any = SimpleNamespace(note=lambda job, event: self.notes.append(event))
-        exporter: Any = SimpleNamespace(reconcile=_must_not_fail, decision=lambda *_: None)
+        exporter: Any = SimpleNamespace(reconcile=_must_not_fail, decision=lambda *_: None, count=self._count)
         client: Any = self.client
         clock: Any = SimpleNamespace(time=lambda: server.now, call_at=self._timer)
         self.due: float | None = None
@@ -293,6 +296,10 @@ class Operator:
             self, self.queue, observer, applier, self.outbox, events, exporter, None,
             worker.JobCallbacks(_forget, lambda _, ended: self.ran_out.extend(ended)),
         )  # fmt: skip
+
+    def _count(self, metric: Metric, value: float, namespace: str, label: str) -> None:
+        assert namespace == NAMESPACE
+        self.counted.setdefault((metric.name.removeprefix("spillway_operator_"), label), []).append(value)
 
     def look(self, fault: Fault | None = None) -> bool:
         """One look; False when the process died in it."""

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from harness.patience import wait_until
+from harness.rendered_chart import settings_of
 from testbed.bed import Wanted
 from testbed.client import Bed, Request
 from testbed.layout import PROMETHEUS, REPOSITORY
@@ -28,6 +29,8 @@ OPERATOR_USER = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{RELEASE}"
 HOST_MOUNT_IMAGE = {"repository": "local/hostroot", "tag": "1"}
 """this machine's programs and this checkout's Python: quick, and said so in results"""
 KWOK_TOLERATION = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
+ON_REAL_NODES = ("nodeExporter.tolerations=null",)
+"""node exporters, because on fake ones no program runs"""
 TRAINERS = (
     "import os, signal; [os.kill(int(p), signal.{signal}) for p in os.listdir('/proc') if p.isdecimal() and "
     "b'spillway_trainer' in open(f'/proc/{{p}}/cmdline', 'rb').read().split(b'\\0')]"
@@ -99,6 +102,16 @@ class Installed:
 
         wait_until(reached, why=lambda: yaml.safe_dump(found["status"]), seconds=seconds, pause=0.3)
         return found
+
+    def until_measured(self, wanted: dict[str, float]) -> None:
+        """Until Prometheus, which scrapes every two seconds, answers each query with one series of this value."""
+        found: dict[str, list[float]] = {}
+
+        def reached() -> bool:
+            found.update({query: [sample.value for sample in self.bed.query(query)] for query in wanted})
+            return found == {query: [value] for query, value in wanted.items()}
+
+        wait_until(reached, why=lambda: str(found), seconds=PAIR_SECONDS, pause=0.5)
 
     def children(self, kind: str, namespace: str, name: str) -> list[Document]:
         found: list[Document] = self.bed.get(kind, "-n", namespace, "-l", f"spillway.dev/job={name}")["items"]
@@ -183,10 +196,11 @@ class OperatorImage:
     """uncompressed bytes"""
 
 
-def install(bed: Bed, image: OperatorImage) -> Installed:
+def install(bed: Bed, image: OperatorImage, values: tuple[str, ...] = ON_REAL_NODES) -> Installed:
+    """`values`: more of them, as `--set` takes them."""
     bed.helm(
         "upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
-        "--values", write_values(bed, image), "--wait", "--timeout", "90s",
+        "--values", write_values(bed, image), *settings_of(values), "--wait", "--timeout", "90s",
     )  # fmt: skip
     return Installed(bed)
 

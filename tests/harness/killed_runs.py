@@ -21,7 +21,7 @@ POINTS = {
     "a segment of one of several": ("spillway_trainer.sweep.together", "", "goes_on"),
     "the load of a base": ("spillway_trainer.sweep.shared_base", "", "load"),
     "parking": ("spillway_trainer.sweep.parking", "Parking", "park"),
-    "attaching": ("spillway_trainer.sweep.attempt", "Sweep", "_attach"),
+    "attaching": ("spillway_trainer.sweep.turn", "Device", "_attach"),
     "a segment's forward": (f"{STREAMING}.weight_stationary", "StepInFlight", "_enter"),
     "the last segment's backward": ("spillway_trainer.assemble", "Assembly", "start_backward"),
     "a segment's backward": (f"{STREAMING}.weight_stationary", "Passage", "backward"),

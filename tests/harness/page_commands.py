@@ -14,6 +14,8 @@ from pathlib import Path
 from harness.places import ROOT
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").iterdir())]
+RUNBOOKS = ROOT / "docs" / "runbooks.md"
+"""Its commands have placeholders and need a fault to look at: tests/contract/test_alerts.py parses them instead."""
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SHELLS = ("bash", "sh", "shell", "console")
 PROGRAM = re.compile(
@@ -44,6 +46,11 @@ def bare(line: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"(^|\s+)# .*", "", line)).strip()
 
 
+def without_makes(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of the `make` that runs the tests, nothing goes to a page's: its ARGS are another target's."""
+    return {name: value for name, value in environment.items() if name not in ("ARGS", "MAKEFLAGS", "MAKELEVEL")}
+
+
 @dataclass
 class Shell:
     """Runs commands one after the other in a directory; what one exports the next ones have."""
@@ -65,7 +72,7 @@ class Shell:
             self.exports.append(text)
         script = "\n".join(["set -e", *self.exports, text])
         started = subprocess.Popen(
-            ["bash", "-c", script], cwd=self.directory, env=dict(self.environment), text=True, process_group=0,
+            ["bash", "-c", script], cwd=self.directory, env=without_makes(self.environment), text=True, process_group=0,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         assert started.stdout is not None

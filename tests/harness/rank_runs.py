@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -40,6 +42,12 @@ GATHERS = "this rank begins to wait for the others"
 """a line of its log"""
 BUCKET_VARIABLE = "TEST_EXCHANGE_PARAMETERS"
 """another size of the buckets in which gradients are exchanged: the models of tests are smaller than one"""
+AFTER_VARIABLE = "TEST_EXCHANGES_AFTER_BACKWARD"
+"""set: nothing is exchanged behind backward"""
+DIES_VARIABLE = "TEST_DIES_IN_BUCKET"
+"""rank and number of the bucket in which it is killed by SIGKILL"""
+FAILS_VARIABLE = "TEST_FAILS_AT_GRADIENT"
+"""rank and number of the gradient at which its device memory ends"""
 LOOKS_VARIABLE = "TEST_LOOKS_AT_PODS"
 """a file: the rank finds that a pod is not ready, and writes a byte for each look"""
 POST_VARIABLE = "TEST_POST_SECONDS"
@@ -184,10 +192,11 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
-    from spillway_trainer import run_job
+    from spillway_trainer import assemble, run_job
     from spillway_trainer.__main__ import attempt
     from spillway_trainer.ending import leave
     from spillway_trainer.parallel import distributed
+    from spillway_trainer.parallel.backward_exchange import BackwardExchange
     from spillway_trainer.reporting import progress_client
 
     meet = distributed.meet
@@ -201,6 +210,14 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
     progress_client.POST_INTERVAL_SECONDS = float(environment.get(POST_VARIABLE, progress_client.POST_INTERVAL_SECONDS))
     if looks := environment.get(LOOKS_VARIABLE):
         distributed.is_pod_missing = lambda _world: _a_pod_is_missing(Path(looks))
+    if AFTER_VARIABLE in environment:
+        assemble.BackwardExchange = lambda *given: BackwardExchange(*given[:-1], 0)  # type: ignore[assignment,misc]
+    dies_in = environment.get(DIES_VARIABLE, "").split()
+    if dies_in and int(dies_in[0]) == rank:
+        die_in_bucket(int(dies_in[1]))
+    fails_at = environment.get(FAILS_VARIABLE, "").split()
+    if fails_at and int(fails_at[0]) == rank:
+        fail_at_gradient(int(fails_at[1]))
     train = run_job.train
 
     def train_and_tell(run: Any, *arguments: Any) -> None:
@@ -212,6 +229,40 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
 
     run_job.train = train_and_tell  # type: ignore[assignment]
     leave(attempt(job, lambda: plan))
+
+
+def die_in_bucket(number: int) -> None:
+    """In the network lane's thread; to another rank, each bucket is sent twice."""
+    from spillway_trainer.parallel.distributed import dist
+
+    sent, send = 0, dist.isend
+
+    def count(*given: Any, **more: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        if sent == 2 * number:
+            assert threading.current_thread() is not threading.main_thread()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(*given, **more)
+
+    dist.isend = count
+
+
+def fail_at_gradient(number: int) -> None:
+    """In backward, with exchanges under way."""
+    from spillway.errors import DeviceOutOfMemory
+    from spillway_trainer.parallel.backward_exchange import BackwardExchange
+
+    come, taken = 0, BackwardExchange.taken
+
+    def count(self: BackwardExchange, name: str) -> None:
+        nonlocal come
+        come += 1
+        if come == number:
+            raise DeviceOutOfMemory("the test takes all of it")
+        taken(self, name)
+
+    BackwardExchange.taken = count  # type: ignore[method-assign]
 
 
 def start(

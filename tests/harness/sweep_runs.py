@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -76,6 +77,16 @@ def solo_file(job: JobFile, name: str, output: Path) -> JobFile:
     output.mkdir(parents=True, exist_ok=True)
     own = {"output_directory": str(output), "checkpoint_directory": str(output / "checkpoints")}
     return member_job(job, member).model_copy(update={**own, "corpus_directory": job.corpus_directory})
+
+
+def solo_runs(directories: pytest.TempPathFactory, text: Path, corpus: Path) -> dict[str, Path]:
+    """The output directory of each member's solo run, which is complete."""
+    job, outputs = sweep_file(directories.mktemp("none"), text, corpus, 1), dict[str, Path]()
+    for planned in sweep_plan(job, 2).members:
+        outputs[planned.name] = directories.mktemp(planned.name)
+        file = solo_file(job, planned.name, outputs[planned.name])
+        assert local_runs.complete(file, planned.plan) == 0, local_runs.log_of(outputs[planned.name], 1)
+    return outputs
 
 
 def member_output(job: JobFile, name: str) -> Path:

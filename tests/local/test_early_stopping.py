@@ -99,4 +99,4 @@ def test_the_best_checkpoint_is_listed_and_exported(
     assert run_app([*exported, "--best"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoint"] == f"step-{best}.e1"
     assert run_app([*exported, "--best", "--step", "3"]) == 64
-    assert "each names a checkpoint" in capsys.readouterr().out
+    assert "both choose a checkpoint" in capsys.readouterr().out

@@ -58,12 +58,16 @@ def test_a_warm_up_longer_than_the_epochs_is_an_error(root: Path, capsys: pytest
     document = JOB.replace("TEXT", str(root / "text")).replace('warmupRatio: "0.1"', "warmupSteps: 100")
     (root / "long.yaml").write_text(document, encoding="utf-8")
     assert run_app(["run", str(root / "long.yaml"), "--output", str(root / "long")]) == 64
-    assert re.search(r"warmupSteps is 100, and 1 epoch of this data are \d+ steps: lower it", capsys.readouterr().err)
+    assert re.search(
+        r"warmupSteps is 100, and 1 epoch of this data are only \d+ steps; lower warmupSteps", capsys.readouterr().err
+    )
 
 
 def test_fewer_epochs_than_are_trained_are_an_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = root / "job.yaml"
     job.write_text(JOB.replace("TEXT", str(root / "text")), encoding="utf-8")
     assert run_app(["run", str(job), "--output", str(root / "out")]) == 64
-    assert re.search(r"spec.training.epochs is 1, or \d+ steps, but \d+ are trained\n", capsys.readouterr().err)
+    assert re.search(
+        r"spec.training.epochs is 1, which is \d+ steps, but \d+ steps are already trained\n", capsys.readouterr().err
+    )
     assert len(local_runs.events(root / "out", "end")) == 2, "rejected before an attempt"

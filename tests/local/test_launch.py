@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from harness.patience import wait_until
 from harness.places import TESTS
 from spillway_trainer.launch import launcher as launch
+from spillway_trainer.launch.ending import RankEnd
 
 FAKE_RANK = TESTS / "fakes" / "fake_rank.py"
 DRIVER = """
@@ -222,7 +224,73 @@ def test_lines_of_several_ranks_carry_their_rank(tmp_path: Path) -> None:
     lines = launched.out.splitlines()
     assert {"[rank 0] one", "[rank 0] two"} <= set(lines)
     assert [len(line) for line in lines if line.startswith("[rank 1] ")] == [16393, 16393, 7241]
-    assert message["message"].startswith("rank 1 exited with code 3 and left no termination message; last log line: x")
+    assert message["message"].startswith("rank 1 exited with code 3; last log line: x")
+
+
+def script_launcher(folder: Path, command: Sequence[str], ranks: int = 1) -> list[str]:
+    spill = folder / "spill"
+    spill.mkdir()
+    layout = {
+        "name": "d", "epoch": 1, "termination_message_path": str(folder / "said"), "ranks_per_node": ranks,
+        "spec": {"command": command}, "checkpoint_directory": str(folder / "kept"), "spill_directory": str(spill),
+    }  # fmt: skip
+    (folder / "job.json").write_text(json.dumps(layout))
+    return [sys.executable, "-P", "-m", "spillway_trainer.launch", str(folder)]
+
+
+def script(folder: Path, *command: str, ranks: int = 1) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, output and termination message of a job with that command."""
+    ended = subprocess.run(script_launcher(folder, command, ranks), capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout + ended.stderr, json.loads((folder / "said").read_text())
+
+
+def test_a_script_gets_its_directories_and_its_rank(tmp_path: Path) -> None:
+    shown = "$(RANK) of $(WORLD_SIZE) $(SPILLWAY_CHECKPOINT_DIRECTORY) $(SPILLWAY_SPILL_DIRECTORY) $(UNSET) $$(RANK)"
+    code, output, message = script(
+        tmp_path, "sh", "-c", f"echo '{shown}'; test -d $SPILLWAY_CHECKPOINT_DIRECTORY", ranks=2
+    )
+    assert (code, message["reason"]) == (0, "Completed")
+    assert sorted(output.splitlines()) == [
+        f"[rank {rank}] {rank} of 2 {tmp_path}/kept {tmp_path}/spill $(UNSET) $(RANK)" for rank in (0, 1)
+    ]
+
+
+def test_how_a_script_failed_is_the_last_line_that_it_printed(tmp_path: Path) -> None:
+    code, output, message = script(tmp_path, "sh", "-c", "printf 'at 10\\rat 20\\nno such column' >&2; exit 3")
+    assert (code, message["reason"]) == (3, "RankCrashed")
+    assert message["message"] == "rank 0 exited with code 3; last log line: no such column"
+    assert {"at 10", "at 20", "no such column"} == set(output.splitlines())
+
+
+@pytest.mark.parametrize("after", ["exit 0", "exit 143", "exit 5"])
+def test_a_script_that_ends_when_it_is_asked_to_is_run_again(tmp_path: Path, after: str) -> None:
+    """Also behind a shell: what it started is asked, too, and may save."""
+    saves = f"trap 'echo saved > {tmp_path}/saved; {after}' TERM; echo up; while :; do sleep 0.05; done"
+    launcher = asked(tmp_path, f'sh -c "{saves}"; true')
+    os.kill(launcher.pid, signal.SIGTERM)
+    launcher.communicate()
+    message = json.loads((tmp_path / "said").read_text())
+    assert (launcher.returncode, message["reason"]) == (75, "Preempted")
+    assert message["message"] == "rank 0 was stopped by SIGTERM"
+    assert (tmp_path / "saved").exists()
+
+
+def asked(folder: Path, shell: str) -> subprocess.Popen[str]:
+    """A launcher whose script has printed its first line."""
+    launcher = subprocess.Popen(script_launcher(folder, ["sh", "-c", shell]), stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None and launcher.stdout.readline() == "up\n"
+    return launcher
+
+
+def test_a_rank_of_a_script_may_go_on_after_the_others() -> None:
+    assert launch.patience([RankEnd(1, 0)]) == launch.COMMIT_SECONDS
+    assert launch.patience([RankEnd(1, 0, is_script=True)]) == float("inf")
+
+
+def test_a_program_that_is_not_there_is_the_users_error(tmp_path: Path) -> None:
+    code, _, message = script(tmp_path, "pyhton", "train.py")
+    assert (code, message["reason"]) == (64, "UserError")
+    assert "pyhton: cannot be started: No such file or directory; spec.command names it" in message["message"]
 
 
 def test_lines_of_a_single_rank_are_as_it_prints_them(tmp_path: Path) -> None:

@@ -139,7 +139,8 @@ def test_states_a_full_volume_rejects_stay_in_host_memory_if_there_is_room(
     ended = run(tmp_path, ON_NVME, text, **failing(tmp_path, Direction.WRITE, errno.ENOSPC))
     assert (ended.code, len(ended.document["attempts"])) == (0, 1), ended.said
     host = [step.metrics.tier_peak_bytes["host"] for _, step in sorted(ended.log.steps.items())]
-    assert host[0] == host[1] < host[2]
+    # The checkpoint that sets the disk to fail is committed behind training: at step 3 or later, perhaps within a step.
+    assert sorted(host) == host and host[0] == host[1] < host[-1], host
     assert ended.figures == plain.figures
 
 

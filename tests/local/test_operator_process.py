@@ -127,7 +127,8 @@ def test_100_jobs_start_within_the_memory_limit_and_sigterm_exits_cleanly(tmp_pa
                 assert count(api, "jobs") == count(api, "configmaps") == NUM_JOBS
                 assert running.resident_bytes() <= MOST_RESIDENT_BYTES
                 assert (await running.get("/healthz")) == (200, "ok")
-                assert f'spillway_operator_jobs{{state="Starting"}} {NUM_JOBS}.0' in (await running.get("/metrics"))[1]
+                starting = f'spillway_operator_jobs{{namespace="team",state="Starting"}} {NUM_JOBS}.0'
+                assert starting in (await running.get("/metrics"))[1]
                 assert await running.stop() == 0
             for line in running.log.read_text().splitlines():
                 assert {"time", "level", "logger", "message"} <= json.loads(line).keys()

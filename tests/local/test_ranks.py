@@ -86,13 +86,43 @@ def test_killed_rank_ends_the_others_and_all_restart_from_the_checkpoint(
     assert survivor.exit_code == 1, survivor.log
     said = survivor.termination
     assert (said["reason"], said["follower"], said["rank"]) == ("RankCrashed", True, 1 - victim)
-    assert "a rank was gone" in said["message"]
+    assert "another rank ended" in said["message"]
     assert "Traceback" not in survivor.log
     again = reference.attempt(tmp_path, epoch=2)
     rank_runs.complete(again, rank_runs.plan_for(again, "all streamed, host"))
     assert local_runs.events(tmp_path, "start")[-1]["resumed_from_step"] >= 6
     assert rank_runs.losses(again) == reference.losses
     assert hashes(last_checkpoint(again)) == reference.hashes
+
+
+@pytest.mark.parametrize(("victim", "bucket"), some([(0, 100), (1, 101), (0, 102), (1, 103)], 1))
+def test_rank_killed_in_an_exchange_behind_backward_ends_the_others(
+    reference: Reference, tmp_path: Path, victim: int, bucket: int
+) -> None:
+    """In one of about ten buckets of a step."""
+    first = reference.attempt(tmp_path, epoch=1)
+    buckets = {rank_runs.BUCKET_VARIABLE: "5003", rank_runs.DIES_VARIABLE: f"{victim} {bucket}"}
+    ended = rank_runs.start(first, rank_runs.plan_for(first, "interleaved, mixed"), **buckets).join()
+    assert ended[victim].exit_code == -signal.SIGKILL, ended[victim].log
+    survivor = ended[1 - victim]
+    assert (survivor.exit_code, survivor.termination["reason"]) == (1, "RankCrashed"), survivor.log
+    assert survivor.termination["follower"]
+    assert "Traceback" not in survivor.log
+    again = reference.attempt(tmp_path, epoch=2)
+    rank_runs.complete(again, rank_runs.plan_for(again))
+    assert local_runs.events(tmp_path, "start")[-1]["resumed_from_step"] in (6, 12)
+    assert rank_runs.losses(again) == reference.losses
+    assert hashes(last_checkpoint(again)) == reference.hashes
+
+
+def test_rank_that_fails_in_backward_ends_the_others_and_is_the_cause(reference: Reference, tmp_path: Path) -> None:
+    """It leaves once the others have come to the exchanges that it began, and they find that it is gone."""
+    job = reference.attempt(tmp_path, epoch=1)
+    variables = {rank_runs.BUCKET_VARIABLE: "5003", rank_runs.FAILS_VARIABLE: "1 100"}
+    survivor, failed = rank_runs.start(job, rank_runs.plan_for(job, "interleaved, mixed"), **variables).join()
+    assert (failed.exit_code, failed.termination["reason"]) == (ExitCode.DEVICE_OUT_OF_MEMORY, "DeviceOutOfMemory")
+    assert (survivor.exit_code, survivor.termination["reason"]) == (1, "RankCrashed"), survivor.log
+    assert survivor.termination["follower"]
 
 
 @pytest.mark.parametrize("told", [0, 1])

@@ -159,7 +159,8 @@ def all_as_alone(job: JobFile, solo: dict[str, Path]) -> None:
 
 def moved(job: JobFile, link: str, step: int) -> int:
     """Bytes of all members in one step of each."""
-    steps = [local_runs.events(sweep_runs.member_output(job, name), "step") for name in NAMES]
+    names = [one.name for one in job.spec.members]
+    steps = [local_runs.events(sweep_runs.member_output(job, name), "step") for name in names]
     return sum(event["moved_bytes"].get(link, 0) for events in steps for event in events if event["step"] == step)
 
 
@@ -205,6 +206,42 @@ def test_members_attached_together_load_and_read_the_base_once_per_round(
         alone = moved(jobs[1], link, 2)
         assert alone > 0
         assert moved(jobs[3], link, 2) * len(NAMES) == alone, link
+
+
+def on_two_devices(plan: MemoryPlan) -> MemoryPlan:
+    assert plan.turns is not None
+    return plan.model_copy(update={"turns": plan.turns.model_copy(update={"num_devices": 2})})
+
+
+def test_members_on_the_base_of_two_devices_are_their_solo_runs(
+    tmp_path: Path, text: Path, model: Path, solo: dict[str, Path]
+) -> None:
+    """Two of three together, and the third on the other device."""
+    job = sweep_file(tmp_path, text, model)
+    run(job, on_two_devices(together(job, 2)))
+    all_as_alone(job, solo)
+    assert {event["device"] for event in local_runs.events(tmp_path, "member_started")} == {0, 1}
+
+
+NUM_ADAPTERS = 16 if FULL else 4
+
+
+def test_each_device_loads_the_base_once_per_round_for_all_its_members(tmp_path: Path, text: Path, model: Path) -> None:
+    """Adapters of three ranks and as many rates, half of them on each device."""
+    listed = "".join(
+        f"  - {{name: a{index:02}, model: {{lora: {{rank: {(2, 4, 8)[index % 3]}}}}}, "
+        f'training: {{optimizer: {{learningRate: "{index + 1}e-3"}}}}}}\n'
+        for index in range(NUM_ADAPTERS)
+    )
+    sizes = "{architecture: llama, hiddenSize: 32, numLayers: 2, numHeads: 2, intermediateSize: 64, vocabSize: 512}"
+    document = JOB[: JOB.index("  - {name: low")].replace("source: {path: MODEL}", f"config: {sizes}") + listed
+    loads = dict[int, int]()
+    for num_devices, num_attached in ((1, 1), (2, NUM_ADAPTERS // 2)):
+        job = sweep_file(tmp_path / str(num_devices), text, model, job=document)
+        plan = together(job, num_attached, (Tier.NVME,) * (LAYERS + 2), Policy.KEEP, turn_steps=STEPS)
+        run(job, on_two_devices(plan) if num_devices == 2 else plan)
+        loads[num_devices] = moved(job, "h2d", 2)
+    assert 0 < loads[2] * NUM_ADAPTERS == 2 * loads[1]
 
 
 KILLS = range(1, 9 * 2 * LAYERS * len(NAMES), 5) if FULL else (25,)
@@ -254,7 +291,7 @@ def test_a_member_on_another_base_than_the_plan_says_is_refused() -> None:
     one, other = (build_model(spec_of(config={"numLayers": layers}, lora={"rank": 4})) for layers in (2, 3))
     frozen = {name: parameter for name, parameter in one.named_parameters() if not parameter.requires_grad}
     tiers = Tiers(DeviceLedger(None), HostSlab(0), None, CpuLanes(HostSlab(0), DeviceLedger(None)))
-    with pytest.raises(UserError, match=r"layers\.2.* differs: plan it again"):
+    with pytest.raises(UserError, match=r"layers\.2.* differs between the two; plan the job again"):
         adopt(Base(tiers, None, frozen), other)
     tiers.close()
 

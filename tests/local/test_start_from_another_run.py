@@ -108,21 +108,24 @@ def refusal(root: Path, capsys: pytest.CaptureFixture[str], document: str, earli
 @pytest.mark.ci
 def test_what_cannot_be_the_start_is_an_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = refusal(root, capsys, LATER.replace("hiddenSize: 64", "hiddenSize: 32"), root / "earlier", 64)
-    assert "made for another model" in other
+    assert "belongs to another model" in other
     said = refusal(root, capsys, LATER, root / "text", 64)
-    assert f"spec.checkpoint.from.path = {root}/text: no checkpoint; name one" in said
-    assert "no checkpoint; name one" in refusal(root, capsys, LATER, root / "new" / "tarfile.py", 64)
+    assert f"spec.checkpoint.from.path = {root}/text: no checkpoint there; name a checkpoint" in said
+    assert "no checkpoint there; name a checkpoint" in refusal(root, capsys, LATER, root / "new" / "tarfile.py", 64)
     assert not (root / "refused").exists()
     adapters = LATER.replace("  data:", "    lora: {rank: 2}\n  data:", 1).replace(', dropout: "0.1"', "")
     said = refusal(root, capsys, adapters, root / "earlier", 64)
-    assert "spec.checkpoint.from: " in said and "exp_avg" not in said and "name it as model.source" in said
+    assert "spec.checkpoint.from: " in said and "exp_avg" not in said and "as model.source" in said
     damaged = Path(shutil.copytree(root / "earlier", root / "damaged"))
     for file in damaged.glob("checkpoints/step-*/*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     said = refusal(root, capsys, LATER, damaged, 64)
-    assert f"spec.checkpoint.from = {damaged}: not intact: step-4.e1/tensors-00000.safetensors: expected" in said
+    assert (
+        f"spec.checkpoint.from = {damaged}: the checkpoint is damaged: step-4.e1/tensors-00000.safetensors: expected"
+        in said
+    )
     one = refusal(root, capsys, LATER, damaged / "checkpoints" / "step-3.e1", 64)
-    assert "not intact: step-3.e1/tensors-00000.safetensors" in one
+    assert "the checkpoint is damaged: step-3.e1/tensors-00000.safetensors" in one
     lost = Path(shutil.copytree(root / "earlier", root / "lost"))
     shutil.rmtree(lost / "corpus")
     assert "its tokenizer.json was not found" in refusal(root, capsys, LATER, lost, 64)

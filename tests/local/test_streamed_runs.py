@@ -165,4 +165,4 @@ def test_homes_for_another_number_of_segments_are_refused(reference: Reference, 
     job = job_file(tmp_path, reference.text, reference.corpus, epoch=1)
     wrong = STREAMED.model_copy(update={"parameters": ParameterPlan(homes=(Tier.HOST,) * 3)})
     assert local_runs.complete(job, wrong) == ExitCode.USER_ERROR
-    assert "homes of 3 segments" in local_runs.log_of(tmp_path, 1)
+    assert "places for the parameters of 3 segments" in local_runs.log_of(tmp_path, 1)

@@ -32,14 +32,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def solo(tmp_path_factory: pytest.TempPathFactory, text: Path, corpus: Path) -> dict[str, Path]:
-    """The output directory of each member's solo run."""
-    job = sweep_runs.sweep_file(tmp_path_factory.mktemp("none"), text, corpus, 1)
-    plan, outputs = sweep_runs.sweep_plan(job, 2), {}
-    for planned in plan.members:
-        outputs[planned.name] = tmp_path_factory.mktemp(planned.name)
-        file = sweep_runs.solo_file(job, planned.name, outputs[planned.name])
-        assert local_runs.complete(file, planned.plan) == 0, local_runs.log_of(outputs[planned.name], 1)
-    return outputs
+    return sweep_runs.solo_runs(tmp_path_factory, text, corpus)
 
 
 def run(job: JobFile, turn_steps: int) -> None:
@@ -213,7 +206,7 @@ def test_sweep_with_only_failed_members_exits_with_the_code_of_the_first(
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, job=listed)
     assert local_runs.complete(job, sweep_runs.sweep_plan(job, 3)) == ExitCode.NON_FINITE
     (end,) = local_runs.events(tmp_path, "end")
-    assert "all 2 members failed, first exploding" in end["message"]
+    assert "all 2 members failed; the first, exploding" in end["message"]
 
 
 DRAWN = """
@@ -252,7 +245,7 @@ def test_a_round_whose_values_are_lost_is_an_error_and_no_early_end(tmp_path: Pa
     (tmp_path / "checkpoints" / "sweep-1.json").unlink()
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 2, objective="halving: 4")
     assert local_runs.complete(job, sweep_runs.sweep_plan(job, 2)) == ExitCode.USER_ERROR
-    assert "wait for a round of halving" in local_runs.log_of(tmp_path, 2)
+    assert "wait for the end of a round of successive halving" in local_runs.log_of(tmp_path, 2)
 
 
 @pytest.mark.ci
@@ -285,7 +278,7 @@ def test_a_log_that_no_disk_has_room_for_ends_the_attempt_and_no_member(
     (output / "run.jsonl").symlink_to("/dev/full")
     assert local_runs.complete(job, sweep_runs.sweep_plan(job, 3)) == ExitCode.USER_ERROR
     assert "run.jsonl: cannot be written: No space left on device" in local_runs.log_of(tmp_path, 1)
-    assert "ended alone" not in local_runs.log_of(tmp_path, 1)
+    assert "failed, other members continue" not in local_runs.log_of(tmp_path, 1)
 
 
 def test_sweep_resumed_with_another_metric_past_its_round_is_rejected(tmp_path: Path, text: Path, corpus: Path) -> None:
@@ -297,4 +290,4 @@ def test_sweep_resumed_with_another_metric_past_its_round_is_rejected(tmp_path: 
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 2, objective="halving: 4, metric: EvaluationLoss")
     assert local_runs.complete(job, sweep_runs.sweep_plan(job, 2)) == ExitCode.USER_ERROR
     log = local_runs.log_of(tmp_path, 2)
-    assert "has no evaluation loss of it" in log and "spec.objective as it was" in log
+    assert "has no evaluation loss of that member" in log and "set spec.objective to what it was" in log

@@ -20,4 +20,4 @@ def test_a_plan_for_a_larger_node_runs_on_the_cores_that_are_here(tmp_path: Path
     plan = plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update={"num_threads": threads})})
     assert complete(job, plan) == 0, log_of(tmp_path, 1)
     assert len(events(tmp_path, "step")) == 3
-    assert f"not the plan's {threads}" in log_of(tmp_path, 1)
+    assert f"instead of the plan's {threads}" in log_of(tmp_path, 1)

@@ -157,7 +157,7 @@ def test_checkpoint_of_another_run_is_refused(changed: str) -> None:
     state = training_state(10)
     now = {field: getattr(state, field) for field in DECIDE}
     check_same_run(state, **now)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="made by another run"):
+    with pytest.raises(UserError, match="belongs to another run"):
         check_same_run(state, **(now | {changed: "other"}))  # type: ignore[arg-type]
 
 
@@ -385,7 +385,7 @@ def test_export_with_another_tokenizer_is_refused(tmp_path: Path, exported_from:
 
 def test_export_never_overwrites(tmp_path: Path, corpus: Corpus, exported_from: StoredCheckpoint) -> None:
     (tmp_path / "hf").mkdir()
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export(exported_from.path, tmp_path / "hf", tokenizer=corpus.tokenizer_path)
 
 

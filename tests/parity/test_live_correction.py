@@ -251,8 +251,8 @@ def test_the_file_is_smaller_and_states_are_what_they_were(tmp_path: Path) -> No
     assert (told.activations_before, told.activations, told.spill_file) == (SPILLED, NBYTES, STATES + NBYTES)
     assert before[0] - bytes_on_disk([tmp_path])[0] == told.spill_file_before - told.spill_file == SPILLED - NBYTES
     assert told.said(7) == (
-        "correction at step 7: activations take at most 16.0 KiB of the spill file instead of 192 KiB, host memory up "
-        "to 240 KiB more than planned; spill file 320 KiB -> 144 KiB"
+        "correction at step 7: activations may now use 16.0 KiB of the spill file instead of 192 KiB, and 240 KiB "
+        "more host memory than planned; spill file 320 KiB -> 144 KiB"
     )
     read = filled(STATES // PAGE)
     run.nvme.read_batch([(stored, read, "states")])

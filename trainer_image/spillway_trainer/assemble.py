@@ -34,7 +34,8 @@ from .optimizer.plain import Hyperparameters, ResidentOptimizer, StepOptimizer
 from .optimizer_offload import OptimizerOffload
 from .parallel import fsdp
 from .parallel import run as zero
-from .ranks import ONE_RANK, GradientSum, Ranks, unsummed
+from .parallel.backward_exchange import BackwardExchange
+from .ranks import NO_EXCHANGE, ONE_RANK, Exchange, Ranks
 from .resident_parameters import ResidentParameters
 from .saved_tensors import ParameterSource
 from .segments import Position, Ready, Residence, wrap_segments
@@ -148,12 +149,22 @@ class Assembly:
         """Every forward needs the parameters of all ranks."""
         return self.divided is not None and self.divided.parameters is not None
 
-    def gradient_sum(self, ranks: Ranks, wire: torch.dtype, num_threads: int) -> GradientSum:
-        """The sum over `ranks`, with its buffers, for gradients sent as `wire`. A sharded model sums its own."""
-        if self.divided is not None:
-            return unsummed
-        num_values = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        return ranks.gradient_sum(num_values, wire, self.tiers.exchange_buffer, num_threads)
+    def exchange(self, ranks: Ranks, wire: torch.dtype, num_threads: int, num_micro_batches: int) -> Exchange:
+        """The sum over `ranks`, with its buffers, for gradients sent as `wire`: on a CPU behind backward, which calls
+        it after the hooks of `send_gradients`. A sharded model sums its own."""
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        sizes = {name: parameter.numel() for name, parameter in trained.items()}
+        total = None
+        if self.divided is None:
+            total = ranks.gradient_sum(sum(sizes.values()), wire, self.tiers.exchange_buffer, num_threads)
+        if total is None:
+            return NO_EXCHANGE
+        num_gradients = num_micro_batches if self.tiers.device.type == "cpu" else 0
+        exchange = BackwardExchange(total, self.optimizer, self.tiers.lanes, sizes, num_gradients)
+        for name, parameter in trained.items() if num_gradients else ():
+            hook = partial(_taken, exchange, name)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return exchange
 
     def tell_choices(self, tell: Callable[[activation_spill.Chosen], None]) -> None:
         """From now on `tell` gets what is decided about single saved storages."""
@@ -369,10 +380,9 @@ def refuse_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
     """Raises UserError: each rank would have statistics of its own micro-batches."""
     if plan.world_size > 1 and (found := running_statistics.buffers(model)):
         raise UserError(
-            f"spec.model: {next(iter(found))} is a running statistic of a batch norm, and each of "
-            f"{plan.world_size} ranks would compute its own from its own micro-batches: train with one "
-            "rank, or let the norm keep none "
-            "(track_running_stats=False, or a GroupNorm)"
+            f"spec.model: {next(iter(found))} is a running statistic of a batch norm, and each of the "
+            f"{plan.world_size} ranks would compute a different one from its own micro-batches; train with one rank, "
+            "or use a norm without running statistics (track_running_stats=False, or a GroupNorm)"
         )
 
 
@@ -381,13 +391,14 @@ def refuse_lean(plan: MemoryPlan) -> None:
     if not plan.activations.lean:
         return
     if plan.mode == "Disabled":
-        why = "memory.mode is Disabled, so no tensors that autograd saves are counted or moved"
+        why = "its memory.mode is Disabled, which handles no tensors that autograd saves"
     elif plan.strategy not in LEAN_STRATEGIES:
-        why = f"with strategy {plan.strategy} parameters are gathered for one segment at a time only"
+        why = f"with strategy {plan.strategy} a rank has all parameters of only one segment at a time"
     else:
         return
     raise UserError(
-        f"the plan of {plan.job} rebuilds norms and activation functions, and {why}: plan it again (spillway plan)"
+        f"the plan of {plan.job} recomputes the outputs of norms and activation functions in backward, but {why}; plan "
+        "the job again (spillway plan)"
     )
 
 
@@ -395,8 +406,9 @@ def refuse_streaming(plan: MemoryPlan) -> None:
     """Raises UserError: mode Disabled has no saved-tensor hooks, and without them no weight may leave the device."""
     if plan.parameters.streams or plan.parameters.order != "InOrder":
         raise UserError(
-            f"the plan of {plan.job} streams parameters or runs segment by segment, and its mode is Disabled: set "
-            "spec.memory.mode: Auto and plan it again (spillway plan)"
+            f"the plan of {plan.job} has memory.mode Disabled, but it offloads parameters or runs all micro-batches "
+            "of a segment together, which Disabled cannot do; set spec.memory.mode: Auto and plan the job again "
+            "(spillway plan)"
         )
 
 
@@ -502,10 +514,9 @@ def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -
     fraction = sum(size for name, size in sizes.items() if name in streamed) / max(1, sum(sizes.values()))
     if plan.optimizer.updated_by_cpu < fraction - SHARE_TOLERANCE:
         raise UserError(
-            f"the plan of {plan.job} streams {fraction:.4f} of the trained parameters and lets the CPU update "
-            f"{plan.optimizer.updated_by_cpu:.4f} of them; streamed parameters must be updated by the CPU: "
-            "plan it again "
-            "(spillway plan)"
+            f"the plan of {plan.job} streams {fraction:.4f} of the trained parameters and lets the CPU update only "
+            f"{plan.optimizer.updated_by_cpu:.4f} of them, but the CPU must update all streamed parameters; plan the "
+            "job again (spillway plan)"
         )
 
 
@@ -520,6 +531,10 @@ def send_gradients(model: Chain, optimizer: StepOptimizer) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
+
+
+def _taken(exchange: BackwardExchange, name: str, parameter: Tensor) -> None:
+    exchange.taken(name)
 
 
 def updated(model: Chain, optimizer: StepOptimizer) -> Ready:

@@ -69,8 +69,8 @@ def check_world(job: JobFile, world: World) -> None:
     """Raises UserError when this process is not one of as many ranks as job.json asks for."""
     if world.size != job.world_size:
         raise UserError(
-            f"job.json asks for {job.world_size} ranks ({job.num_nodes} x {job.ranks_per_node}), WORLD_SIZE says "
-            f"{world.size}; start them by python -m spillway_trainer.launch"
+            f"job.json asks for {job.world_size} ranks ({job.num_nodes} nodes x {job.ranks_per_node}), but the "
+            f"environment variable WORLD_SIZE is {world.size}; start the ranks with python -m spillway_trainer.launch"
         )
 
 
@@ -78,28 +78,32 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
     """Raises UserError when `plan` was made for another job or model (of `num_segments`), by another planner, or cannot
     be executed yet."""
     spec = job.spec
-    micro_batches = (plan.micro_batch_size, plan.num_micro_batches, plan.world_size)
+    size, number, ranks = plan.micro_batch_size, plan.num_micro_batches, plan.world_size
     activations = plan.activations
     tiers = [tier.value for tier in Tier if tier not in plan.bytes or tier not in plan.budget]
     nvme = Policy.NVME in {*activations.uses, plan.parameters.boundaries} or Tier.NVME in plan.parameters.homes
     wrong = {
-        f"answers for {len(activations.answers)} segments": len(activations.answers) not in (0, num_segments),
-        f"homes of {len(plan.parameters.homes)} segments": len(plan.parameters.homes) not in (0, num_segments),
-        f"{micro_batches} micro-batches (size, number, ranks)": math.prod(micro_batches)
+        f"activation policies of {len(activations.answers)} segments": len(activations.answers)
+        not in (0, num_segments),
+        f"places for the parameters of {len(plan.parameters.homes)} segments": len(plan.parameters.homes)
+        not in (0, num_segments),
+        f"{number} micro-batches of {size} per step on each of {ranks} ranks": size * number * ranks
         != spec.training.global_batch_size,
-        f"a world of {plan.world_size}": plan.world_size != job.world_size,
+        f"{plan.world_size} ranks": plan.world_size != job.world_size,
         f"no bytes or budget of {', '.join(tiers)}": bool(tiers),
-        "activations or parameters on NVMe and no bytes there": nvme and not tiers and not plan.bytes[Tier.NVME].total,
+        "activations or parameters on NVMe, but no bytes on NVMe": nvme
+        and not tiers
+        and not plan.bytes[Tier.NVME].total,
     }
     if found := [what for what, is_wrong in wrong.items() if is_wrong]:
         raise UserError(
-            f"the plan of {plan.job} has {'; '.join(found)}; the job has {num_segments} segments, a global batch of "
-            f"{spec.training.global_batch_size} and {job.world_size} ranks: plan it again (spillway plan)"
+            f"the plan of {plan.job} has {'; '.join(found)}, but the job has {num_segments} segments, a global batch "
+            f"of {spec.training.global_batch_size} and {job.world_size} ranks; plan the job again (spillway plan)"
         )
     if plan.device == "Cuda" and plan.strategy != "Ddp":
         raise UserError(
-            f"the plan of {plan.job} divides the model by {plan.strategy} on Cuda devices, and the trainer can do that "
-            "on CPUs only so far: set spec.parallelism.strategy: Ddp and plan it again"
+            f"the plan of {plan.job} shards the model with {plan.strategy} on Cuda devices, but sharding works only on "
+            f"CPUs so far; set spec.parallelism.strategy: Ddp and plan the job again (spillway plan)"
         )
 
 

@@ -188,14 +188,14 @@ def same(pairs: Iterable[tuple[Tensor, Tensor]], names: Sequence[str], what: str
         if bool(differing.any()):
             at = int(differing.nonzero()[0])
             raise fault(
-                f"{what}: {int(differing.sum())} of {theirs.numel()} values of {name} differ, the first "
-                f"{ours[at].item()!r} instead of {theirs[at].item()!r}"
+                f"{what}: {int(differing.sum())} of {theirs.numel()} values of {name} differ; the first is "
+                f"{ours[at].item()!r} on the device and {theirs[at].item()!r} on the CPU"
             )
 
 
 def fault(found: str) -> DeviceFault:
     return DeviceFault(
-        f"the device does not give the bits of the CPU: {found}. Nothing was trained. Run the job on another device; "
+        f"the device's results differ from the CPU's: {found}. Nothing was trained. Run the job on another device; "
         "if it fails there, too, this version of the driver or of the kernel compiler (triton) does not "
         "work with this trainer: use another version"
     )

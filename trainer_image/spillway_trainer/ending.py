@@ -77,7 +77,7 @@ def ending_of(error: BaseException) -> Ending:
         code = ExitCode.DEVICE_FAULT
         found = str(error).partition("\n")[0]
         return Ending(code.reason, code, f"the device failed: {found}. Run the job on another device; `nvidia-smi -q` "
-                      "and the kernel's log (Xid) say what this one has.")  # fmt: skip
+                      "and the kernel's log (Xid) say what is wrong with this one.")  # fmt: skip
     if is_out_of_memory(error):
         code = ExitCode.HOST_OUT_OF_MEMORY
         return Ending(code.reason, code, f"an allocation failed: {error}. Raise the container's memory limit, or lower "

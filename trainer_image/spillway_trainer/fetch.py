@@ -105,7 +105,7 @@ def _turn(directory: Path, where: str, tell: Callable[[str], None]) -> Iterator[
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tell(f"{where}: another job fetches into {directory}; waiting for it")
+            tell(f"{where}: another job is downloading into {directory}; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -114,14 +114,14 @@ def _is_there(directory: Path, uri: str, where: str) -> bool:
     record = directory / RECORD
     if not record.exists():
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UserError(f"{where}: {directory} holds something else; remove it, or name another directory")
+            raise UserError(f"{where}: {directory} contains other files; remove it, or name another directory")
         return False
     try:
         came_from = json.loads(record.read_text(encoding="utf-8"))["uri"]
     except (ValueError, KeyError, TypeError):
         came_from = "an unknown place"
     if came_from != uri:
-        raise UserError(f"{where}: {directory} was fetched from {came_from}; remove it, or name another directory")
+        raise UserError(f"{where}: {directory} was downloaded from {came_from}; remove it, or name another directory")
     return True
 
 
@@ -186,7 +186,7 @@ class _Source:
         for one in chosen:
             parts = PurePosixPath(one.name).parts
             if not parts or ".." in parts or one.name.startswith("/") or "\\" in one.name or parts[0] == RECORD:
-                raise UserError(f"{self.where}: a file is named {one.name!r}, which cannot be stored; rename it")
+                raise UserError(f"{self.where}: a file may not be named {one.name!r}; rename it at the source")
         return sorted(chosen, key=lambda one: one.name)
 
     def _described(self, path: str, info: Mapping[str, Any]) -> RemoteFile:
@@ -230,7 +230,8 @@ class _Source:
                 if time.monotonic() - since + pause > PATIENCE_SECONDS:
                     said = f"{type(error).__name__}: {error}"[:300]
                     raise UserError(f"{self.where}: no answer in {PATIENCE_SECONDS:.0f} s: {said}; check the network "
-                                    "and the address, then try again: what is fetched stays") from error  # fmt: skip
+                                    "and the address, then try again: files that are already fetched are "
+                                    "kept") from error  # fmt: skip
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_WAIT_SECONDS)
 
@@ -295,8 +296,8 @@ class _Download:
                     break
                 part.unlink()
                 if not again:
-                    raise UserError(f"{self._source.where}: {remote.name}: {problem}, twice; it changes while it is "
-                                    "fetched, or is damaged on its way; try again")  # fmt: skip
+                    raise UserError(f"{self._source.where}: {remote.name}: {problem}, in two tries; the file changes "
+                    f"while it is fetched, or is damaged in transfer; try again")  # fmt: skip
             part.rename(final)
         else:
             self._have(remote, final.stat().st_size)
@@ -326,7 +327,7 @@ class _Download:
     def _problem(self, remote: RemoteFile, part: Path) -> str | None:
         size = part.stat().st_size
         if remote.nbytes is not None and size != remote.nbytes:
-            return f"{size} bytes came, {remote.nbytes} are there"
+            return f"{size} bytes were received instead of {remote.nbytes}"
         if not remote.digest:
             return None
         found = hashlib.new({"git": "sha1"}.get(remote.algorithm, remote.algorithm), usedforsecurity=False)

@@ -53,8 +53,8 @@ def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
         raise
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise UserError(
-            f"spec.model: {error.func} in its forward depends on the values of a tensor, so no plan knows the bytes it "
-            "takes: use torch.where in place of a boolean index, and no .item()"
+            f"spec.model: the size of the result of {error.func} in its forward depends on the values of a tensor, so "
+            f"its memory cannot be planned; use torch.where instead of a boolean index, and no .item()"
         ) from error
     except (Exception, SystemExit) as error:
         raise UserError(
@@ -358,9 +358,17 @@ def _table_bytes(arguments: Mapping[str, tuple[Any, ...]], batch: Sequence[Tenso
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="spillway_trainer.inspect", description="Print a model's shape as JSON.")
-    parser.add_argument("job", type=Path, help="a TrainingJob; with --in-pod what the operator tells the pod")
-    parser.add_argument("--claim", action="append", default=[], metavar="NAME=DIR", help="stands for a claim")
-    parser.add_argument("--in-pod", type=Path, metavar="FILE", help="write the shape to this termination message")
+    parser.add_argument("job", type=Path, help="a TrainingJob; with --in-pod, the request file that the operator wrote")
+    parser.add_argument(
+        "--claim",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="NAME=DIRECTORY: local directory that is used for the claim NAME",
+    )
+    parser.add_argument(
+        "--in-pod", type=Path, metavar="FILE", help="write the shape as the termination message to this file"
+    )
     given = parser.parse_args(arguments)
     if given.in_pod is not None:
         return _in_pod(given.job, given.in_pod)
@@ -384,7 +392,10 @@ def _in_pod(asked: Path, termination: Path) -> int:
         faulthandler.dump_traceback_later(INSPECTION_DEADLINE_SECONDS, exit=True)  # where it hangs is told by its log
         told = inspect(spec, document["claims"]).packed()
         if len(told) > MOST_TERMINATION_BYTES:
-            raise UserError("spec.model: its layers differ too much for its shape to fit in a termination message")
+            raise UserError(
+                "spec.model: its layers differ so much that their sizes do not fit into a termination message (4096 "
+                "bytes); give the model fewer layers that differ"
+            )
     except UserError as error:
         termination.write_text(str(error)[:MOST_TERMINATION_BYTES], encoding="utf-8", errors="replace")
         print(error, file=sys.stderr)

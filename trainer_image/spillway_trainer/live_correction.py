@@ -64,9 +64,9 @@ class MovedBytes:
 
     def said(self, step: int) -> str:
         return (
-            f"correction at step {step}: activations take at most {format_bytes(self.activations)} of the spill "
-            f"file instead of {format_bytes(self.activations_before)}, host memory up to {format_bytes(self.host)} "
-            f"more than planned; spill file {format_bytes(self.spill_file_before)} -> {format_bytes(self.spill_file)}"
+            f"correction at step {step}: activations may now use {format_bytes(self.activations)} of the spill file "
+            f"instead of {format_bytes(self.activations_before)}, and {format_bytes(self.host)} more host memory than "
+            f"planned; spill file {format_bytes(self.spill_file_before)} -> {format_bytes(self.spill_file)}"
         )
 
 

@@ -216,8 +216,8 @@ def disk(directory: Path, nbytes: int) -> tuple[Figures, str]:
     if room is not None and room.f_bavail * room.f_frsize < 2 * nbytes:
         free = room.f_bavail * room.f_frsize
         raise SpillVolumeFull(
-            f"--directory {directory}: {format_bytes(free)} free, and the probe writes "
-            f"{format_bytes(nbytes)} and needs twice that: free space, or name another directory"
+            f"--directory {directory}: {format_bytes(free)} free, but the probe writes "
+            f"{format_bytes(nbytes)} and needs twice that; free space, or name another directory"
         )
     slab = HostSlab(BATCH_BYTES)
     buffer = slab.allocate(BATCH_BYTES, "probe")

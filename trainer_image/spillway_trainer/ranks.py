@@ -38,7 +38,8 @@ class World:
         rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
         if rank >= size:
             raise UserError(
-                f"RANK = {rank} with WORLD_SIZE = {size}: ranks count from 0; spillway_trainer.launch sets both"
+                f"environment variable RANK = {rank}, but WORLD_SIZE = {size}: RANK must be from 0 to WORLD_SIZE - 1; "
+                "start the trainer with `python -m spillway_trainer.launch`, which sets both"
             )
         return World(
             rank=rank,
@@ -80,11 +81,40 @@ def dealt(per_rank: Sequence[Sequence[float]]) -> list[float]:
 
 
 class GradientSum(Protocol):
-    """Sums the step's gradients over the ranks."""
+    """Sums gradients over the ranks."""
+
+    bucket: int
+    """Values that are exchanged at once."""
 
     def __call__(self, gradients: Iterable[Tensor]) -> None:
         """`gradients` are flat float32 accumulators, the same sizes in the same order on every rank; summed in place,
         to the same bits everywhere. Raises PeerLost."""
+
+    def sent_bytes(self, num_values: int) -> int:
+        """To the other ranks, for so many values."""
+
+
+class Exchange(Protocol):
+    """Sums all gradients of a step over the ranks; part of it may be done in backward."""
+
+    @property
+    def is_late(self) -> bool:
+        """A gradient has come whose sum was begun without it: the step must be repeated."""
+
+    def __call__(self) -> None:
+        """Return when all is summed; the same uses have arrived on every rank. Raises PeerLost."""
+
+
+class NoExchange:
+    """One rank's gradients are the sum; ranks with shards of a model sum their own."""
+
+    is_late = False
+
+    def __call__(self) -> None:
+        return
+
+
+NO_EXCHANGE = NoExchange()
 
 
 class Ranks(Protocol):
@@ -112,8 +142,11 @@ class Ranks(Protocol):
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """The values of every rank, by rank; equally many on each."""
 
-    def gradient_sum(self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> GradientSum:
-        """Takes its buffers now, for gradients of `num_values` values in all that travel as `wire`."""
+    def gradient_sum(
+        self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int
+    ) -> GradientSum | None:
+        """Takes its buffers now, for gradients of `num_values` values in all that travel as `wire`. None: there is
+        nothing to add. May be called while other operations go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +170,8 @@ class OneRank:
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         return [list(values)]
 
-    def gradient_sum(self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> GradientSum:
-        return unsummed
-
-
-def unsummed(gradients: Iterable[Tensor]) -> None:
-    """The gradients of one rank are the sum; an iterator of them is not even started."""
+    def gradient_sum(self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> None:
+        return None
 
 
 ONE_RANK = OneRank()

@@ -71,8 +71,8 @@ def run_job(
     usable = with_usable_threads(plan, usable_cores(Path("/")), job.ranks_per_node)
     if usable != plan:
         report(
-            f"update threads: {usable.optimizer.num_threads}, not the plan's {plan.optimizer.num_threads}, "
-            "which this process may not use"
+            f"optimizer update: {usable.optimizer.num_threads} threads instead of the plan's "
+            f"{plan.optimizer.num_threads}, because this process may not use more cores"
         )
     usable, device = on_device(usable, job.ranks_per_node, world)
     if world.size > 1:
@@ -137,8 +137,8 @@ def run_ranks(
         checkpoints.resume(progress)
         if progress.step > training.num_steps:
             raise UserError(
-                f"spec.training.epochs is {epochs}, or {training.num_steps} steps, but {progress.step} are trained: "
-                "raise it"
+                f"spec.training.epochs is {epochs}, which is {training.num_steps} steps, but {progress.step} steps "
+                "are already trained; raise spec.training.epochs"
             )
         exporter = Exporter(
             job.name,
@@ -148,6 +148,7 @@ def run_ranks(
             assembly.io_backend(),
             assembly.spill_faults,
             assembly.spill_file_bytes,
+            lambda: recorder.num_missed,
         )
         serve_metrics(exporter, job)
         report_progress = reporting(
@@ -194,7 +195,9 @@ def run_of(plan: MemoryPlan, checkpoints: RunCheckpoints, recorder: Recorder, de
         checkpoints=checkpoints,
         recorder=recorder,
         ranks=ranks,
-        sum_gradients=assembly.gradient_sum(ranks, config.gradient_wire(spec), plan.optimizer.num_threads),
+        sum_gradients=assembly.exchange(
+            ranks, config.gradient_wire(spec), plan.optimizer.num_threads, plan.num_micro_batches
+        ),
         order=assembly.order,
         device=device,
         loss_scale=checkpoints.loss_scale,
@@ -251,7 +254,7 @@ def start_epoch(job: JobFile) -> Epoch:
     owner = Owner(job.namespace, job.name, job.uid) if job.in_cluster else None
     epoch = Epoch.start(Path(job.checkpoint_directory), job.epoch, owner=owner)
     for problem in epoch.resume.passed_over:
-        report(f"checkpoint passed over: {problem}")
+        report(f"damaged checkpoint skipped: {problem}")
     return epoch
 
 
@@ -512,7 +515,7 @@ def in_steps(job: JobFile, batches: TokenBatches) -> JobFile:
     if (warmup := training.schedule.warmup_steps) > training.num_steps:
         raise UserError(
             f"spec.training.schedule.warmupSteps is {warmup}, and {counted(job.spec.training.epochs or 0, 'epoch')} of "
-            f"this data are {training.num_steps} steps: lower it, or use warmupRatio"
+            f"this data are only {training.num_steps} steps; lower warmupSteps, or use warmupRatio"
         )
     return job.model_copy(update={"spec": job.spec.model_copy(update={"training": training})})
 

@@ -275,10 +275,11 @@ class RecomputedSegment:
             random_numbers.set_state(random_state)
         if found != self._saved:
             raise RuntimeError(
-                f"segment {self._keeper.segment}: its forward saved {len(self._saved)} tensors and, run again in "
-                f"backward, {len(found)} or other ones. A recomputed segment must do the same operations each time: "
-                "it must not depend on what changed since, and takes its random numbers from torch's generator. "
-                "Keep it instead (spec.memory.advanced.activations.policy: Keep)."
+                f"segment {self._keeper.segment}: its forward saved {len(self._saved)} tensors, but when it ran again "
+                f"in backward, it saved {len(found)} tensors, or different ones. A recomputed segment must do the "
+                "same operations each time: it must not depend on anything that has changed in between, and must "
+                "take its random numbers from torch's generator. Or keep its activations "
+                "(spec.memory.advanced.activations.policy: Keep)."
             )
         return values
 
@@ -313,8 +314,9 @@ class RecomputedTensor:
 
 def _never_unpacked(_: None) -> Tensor:
     raise RuntimeError(
-        "a recomputed segment takes gradients inside its own forward (a gradient penalty?), where its saved tensors do "
-        "not exist yet. Keep it instead (spec.memory.advanced.activations.policy: Keep)."
+        "a recomputed segment computes gradients inside its own forward (for example a gradient penalty), when its "
+        "saved tensors do not exist yet. Keep its activations instead (spec.memory.advanced.activations.policy: "
+        "Keep)."
     )
 
 

@@ -25,7 +25,7 @@ from .corpus.data import Batch, TokenBatches
 from .optimizer.loss_scale import LossScaler, float16_operations
 from .optimizer.plain import StepOptimizer
 from .optimizer.schedule import LearningRate
-from .ranks import ONE_RANK, GradientSum, Ranks, World, dealt, unsummed
+from .ranks import NO_EXCHANGE, ONE_RANK, Exchange, Ranks, World, dealt
 from .reporting.recorder import Recorder
 from .segments import Position
 
@@ -172,7 +172,7 @@ class Run:
     checkpoints: Checkpoints
     recorder: Recorder
     ranks: Ranks = ONE_RANK
-    sum_gradients: GradientSum = unsummed
+    sum_gradients: Exchange = NO_EXCHANGE
     order: MicroBatchOrder = in_order
     device: torch.device = CPU
     """Where forward runs."""
@@ -252,7 +252,9 @@ def advance(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopR
         metrics, stopping = train_step(run, settings, progress, stop)
         if after_step(run, settings, progress, stop, metrics, stopping=stopping):
             step = progress.step
-            raise Preempted(f"stopped on request at step {step}; its checkpoint is committed", savedStep=step)
+            raise Preempted(
+                f"stopped on request at step {step}; the checkpoint of this step is committed", savedStep=step
+            )
 
 
 def after_step(
@@ -369,12 +371,18 @@ class StepOnItsWay:
         run, watch, progress, scale = self._run, self._watch, self._progress, self._scale
         with watch.phase(Phase.EXCHANGE):
             arrived = run.optimizer.arrived()
-            told = [float(stop.requested), fingerprint(arrived), *self._losses]
-            stops, fingerprints, *all_losses = zip(*run.ranks.gather(told), strict=True)
+            told = [float(stop.requested), fingerprint(arrived), float(run.sum_gradients.is_late), *self._losses]
+            stops, fingerprints, late, *all_losses = zip(*run.ranks.gather(told), strict=True)
             self._loss = math.fsum(loss for of_ranks in all_losses for loss in of_ranks)
             if len(set(fingerprints)) > 1:
                 take_others_gradients(run, arrived)
-            run.sum_gradients(run.optimizer.gradients())
+            run.sum_gradients()
+        if any(late):  # of some rank; those uses will wait for the end of backward
+            run.optimizer.skip()
+            self.begin()
+            while self.go_on():
+                pass
+            return self.end(stop)
         with watch.phase(Phase.OPTIMIZER):
             self._norm = run.optimizer.norm() / scale
             self._finite = math.isfinite(self._norm) and math.isfinite(self._loss)
@@ -425,7 +433,9 @@ def refuse_non_finite(scale: LossScaler, settings: LoopSettings, step: int, loss
     """
     found = f"step {step}: loss {loss}, gradient norm {norm}"
     if scale.is_least:
-        raise NonFinite(f"{found}, at the least loss scale, {scale.value:g}: {what_may_help(scale, loss)}", step=step)
+        raise NonFinite(
+            f"{found}, at the smallest loss scale, {scale.value:g}: {what_may_help(scale, loss)}", step=step
+        )
     is_the_scales = scale.rule is not None and math.isfinite(loss)
     if not (is_the_scales or settings.skip_non_finite):
         raise NonFinite(
@@ -438,12 +448,12 @@ def what_may_help(scale: LossScaler, loss: float) -> str:
     """What a run knows at the least scale: whether loss or gradients are at fault, and no more."""
     if not math.isfinite(loss):
         return (
-            "the loss itself is not finite, which no scale changes. Values of the model may exceed float16's "
+            "the loss itself is not finite, which no loss scale can change. Values of the model may exceed float16's "
             "range (65504): try spec.model.precision.compute: bfloat16."
         )
     lower = "lower spec.training.lossScale.minimum, or " if scale.value > 1.0 else ""
     return (
-        "no smaller one is tried, and gradients may be finite in a wider type: "
+        "no smaller scale is tried, but gradients may be finite in a wider type: "
         f"{lower}set spec.model.precision.compute: bfloat16, which has float32's range and needs no scale."
     )
 

@@ -26,6 +26,11 @@ app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{- define "spillway.nodeExporterSelector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-node-exporter
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
 {{- define "spillway.labels" -}}
 {{ include "spillway.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}

@@ -39,9 +39,13 @@ from spillway.api.limits import (
     MAX_NAME_LENGTH,
     MAX_RANKS,
     MEMBERS_HAVE_STEPS,
+    MEMBERS_ON_ONE_NODE,
+    MEMBERS_SHARE_FILES,
     MIN_TEXT_VOCABULARY,
     NEEDS_EVALUATION,
+    NOT_MOUNTED_THERE,
     NOT_OF_MEMBERS,
+    OWN_DIRECTORIES,
     QUEUE_ANNOTATIONS,
     RESERVED_KEYS,
     RESERVED_PREFIXES,
@@ -52,9 +56,21 @@ from spillway.api.limits import (
 from spillway.api.memory import Parallelism
 from spillway.api.model import CHAT_EVALUATES_CHAT, FETCHED_BELOW, FETCHED_ON_CLAIM, TEXT_EVALUATES_NO_CHAT, Data, Model
 from spillway.api.operator_config import CONFIG_NAME, OperatorConfigSpec
-from spillway.api.pod import ASSIGNED_BY_CLUSTER, FIXED_WITHOUT_PLAN, REQUESTED_BY_PLAN
+from spillway.api.pod import ASSIGNED_BY_CLUSTER, FIXED_WITHOUT_PLAN, ONLY_CLAIMS_ARE_WRITTEN, REQUESTED_BY_PLAN
 from spillway.api.profiles import MemoryProfileSpec, MemoryProfileStatus, NodeProfileSpec
 from spillway.api.rejections import NOT_YET
+from spillway.api.script import (
+    COMMAND_IS_EMPTY,
+    SCRIPT_ENCRYPTS,
+    SCRIPT_NEEDS_MEMORY,
+    SCRIPT_PLANS,
+    SCRIPT_SAVES,
+    SCRIPT_SHARDS,
+    SCRIPT_TRAINS,
+    TRAINED_FIELDS,
+    ScriptSpec,
+)
+from spillway.api.search_space import BOTH_ENDS, MEMBERS_ARE_MADE, STEP_OF_RANGE, TRIALS_NEEDED
 from spillway.api.status import TrainingJobStatus
 from spillway.api.tracking import ONE_TRACKER
 from spillway.api.training import ONE_WARM_UP, Training
@@ -66,6 +82,7 @@ Schema = dict[str, Any]
 DIRECTORY = Path("crds")
 MAX_INT64 = 2**63 - 1
 NO_FIELD = "Not a field any more"
+REQUIRED = "this field is required (or command, to run a script)"
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
@@ -125,7 +142,7 @@ def _no_reserved_keys(*allowed: str) -> Schema:
 
 def _never(path: str, problem: str) -> Schema:
     """A field below spec that this operator never honours; other managers may."""
-    given = {"checkpoint.resume": "self.checkpoint.resume != 'OwnOnly'", "command": "size(self.command) > 0"}
+    given = {"checkpoint.resume": "self.checkpoint.resume != 'OwnOnly'"}
     rule = f"self.managedBy != '{MANAGER}' || !has(self.{path})"
     return _rule(f"{rule} || !({given[path]})" if path in given else rule, problem, at=f".{path}")
 
@@ -139,7 +156,7 @@ _LOCATION = [
     _one_of("claim", "path"),
     _rule(
         "!has(self.path) || !has(self.subPath) || size(self.subPath) == 0",
-        "belongs to a claim; write the whole directory into path",
+        "only applies to a claim; leave it out, and write the whole directory into path",
         at=".subPath",
     ),
     _rule("!has(self.fetch) || has(self.claim)", FETCHED_ON_CLAIM, at=".fetch"),
@@ -159,26 +176,34 @@ _WORLD = "self.parallelism.nodes * self.parallelism.devicesPerNode"
 _OTHERS = f"self.managedBy != '{MANAGER}'"
 _STRATEGY = "self.parallelism.strategy"
 _SIZES = "has(self.model.config) && self.model.config"
-_MEMBERS = "has(self.members) && self.members.size() > 0"
+_LISTED = "has(self.members) && self.members.size() > 0"
+_MEMBERS = f"(has(self.search) || ({_LISTED}))"
+_BATCH_RANKS = f"({_MEMBERS} ? 1 : {_WORLD})"
+"""Of a model: a member of a sweep trains on one device."""
 _ADVANCED = "self.memory.advanced"
 _NO_QUEUE = "!(has(self.scheduling.queueName) && size(self.scheduling.queueName) > 0)"
 _DISABLED = "self.memory.mode == 'Disabled'"
+_TRAINS = "has(self.model) && has(self.data) && has(self.training)"
+_SCRIPT = "has(self.command) && size(self.command) > 0"
+_WAS_SCRIPT = _SCRIPT.replace("self", "oldSelf")
 WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
     (f"self.model.precision.compute == 'float16' && !({_STRATEGY} in ['Auto', 'Ddp'])", ".parallelism.strategy",
      "model.precision.compute: float16 needs loss scaling, which only Ddp has; use Ddp, or bfloat16"),
     (f"self.training.optimizer.moments == 'int8' && !({_STRATEGY} in ['Auto', 'Ddp'])", ".parallelism.strategy",
-     "training.optimizer.moments: int8 has a scale for 256 values of a parameter, which only Ddp leaves together; "
-     "use Ddp, or bfloat16"),
+     "training.optimizer.moments: int8 shares one scale among 256 values of a parameter, and only Ddp keeps these on "
+     "one rank; use Ddp, or moments: bfloat16"),
     ("has(self.training.lossScale) && self.model.precision.compute != 'float16'", ".training.lossScale",
-     "model.precision.compute: float16 alone scales the loss; leave it out"),
+     "only applies with model.precision.compute: float16; leave it out"),
     (f"{_SIZES}.architecture in ['gpt2', 'bert'] && has(self.model.config.maxPositions) && "
      "self.training.sequenceLength > self.model.config.maxPositions", ".training.sequenceLength",
-     "at most model.config.maxPositions"),
+     "must be at most model.config.maxPositions"),
     (f"{_SIZES}.architecture == 'llama' && has(self.model.lora) && double(self.model.config.dropout) > 0.0",
-     ".model.config.dropout", "llama with lora is that of transformers, which has none; leave it out"),
+     ".model.config.dropout",
+     "with model.lora, llama is the implementation of transformers, which has no dropout; leave it out"),
     (f"{_SIZES}.architecture == 'bert' && self.model.config.vocabSize < {MIN_TEXT_VOCABULARY + 1}",
      ".model.config.vocabSize",
-     f"at least {MIN_TEXT_VOCABULARY + 1} for text: a token for every byte, the end of text, and the mask"),
+     f"must be at least {MIN_TEXT_VOCABULARY + 1} for text: one token for each byte, one for the end of text, and one "
+     f"for the mask"),
     ("has(self.data.chat) && !has(self.model.source)", ".data.chat", CHAT_NEEDS_SOURCE),
     ("has(self.data.tokens) && !has(self.model.source)", ".data.tokens", TOKENS_NEED_SOURCE),
     ("has(self.data.evaluation) && has(self.data.evaluation.chat) && !has(self.data.chat)", ".data.evaluation.chat",
@@ -191,42 +216,72 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
     (f"{_MEMBERS} && has(self.training.earlyStopping)", ".training.earlyStopping", NOT_OF_MEMBERS),
     (f"{_MEMBERS} && self.checkpoint.keepBest", ".checkpoint.keepBest", NOT_OF_MEMBERS),
     (f"{_DISABLED} && !({_ADVANCED}.optimizer.placement in ['Auto', 'Device'])",
-     ".memory.advanced.optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device"),
+     ".memory.advanced.optimizer.placement", "mode Disabled keeps everything on the device; use Auto or Device"),
     (f"{_DISABLED} && !({_ADVANCED}.optimizer.overlap in ['Auto', 'None'])",
-     ".memory.advanced.optimizer.overlap", "mode Disabled has no update to overlap: Auto or None"),
+     ".memory.advanced.optimizer.overlap", "mode Disabled does not overlap the update; use Auto or None"),
     (f"{_DISABLED} && !({_ADVANCED}.activations.policy in ['Auto', 'Keep'])",
-     ".memory.advanced.activations.policy", "mode Disabled keeps everything on the device: Auto or Keep"),
+     ".memory.advanced.activations.policy", "mode Disabled keeps everything on the device; use Auto or Keep"),
     (f"has({_ADVANCED}.activations.hostReserve) && ({_DISABLED} || "
      f"!({_ADVANCED}.activations.policy in ['Auto', 'Nvme']))", ".memory.advanced.activations.hostReserve",
-     "only activations on NVMe can move there: leave it out, or use policy Nvme without mode Disabled"),
-    (f"has(self.objective) && !({_MEMBERS})", ".objective", "applies to members, but there are none; leave it out"),
-    (f"{_MEMBERS} && self.parallelism.nodes > 1", ".parallelism.nodes",
-     "members take turns on one device: 1 is needed; a model on several ranks is a job of its own"),
-    (f"{_MEMBERS} && self.parallelism.devicesPerNode > 1", ".parallelism.devicesPerNode",
-     "members take turns on one device: 1 is needed; a model on several ranks is a job of its own"),
+     "only activations that are spilled to NVMe can move to this memory; leave it out, or use policy Nvme without "
+     "mode Disabled"),
+    ("has(self.search) && has(self.members)", ".members", MEMBERS_ARE_MADE),
+    (f"has(self.objective) && !({_MEMBERS})", ".objective",
+     "compares the members of a sweep, but this job has no members; leave it out"),
+    (f"{_MEMBERS} && self.parallelism.nodes > 1", ".parallelism.nodes", MEMBERS_ON_ONE_NODE),
+    (f"{_LISTED} && self.parallelism.devicesPerNode > self.members.size()", ".parallelism.devicesPerNode",
+     "each member trains on one device, so other devices would be idle; use as many as there are members, or fewer"),
+    (f"{_MEMBERS} && self.parallelism.devicesPerNode > 1 && self.spill.encryption != 'None'", ".spill.encryption",
+     MEMBERS_SHARE_FILES),
     (f"{_MEMBERS} && !({_STRATEGY} in ['Auto', 'Ddp'])", ".parallelism.strategy",
-     "members take turns on one device, where nothing is sharded: use Ddp, or a job for each model"),
+     "each member trains on one device, where nothing is sharded; use Ddp, or a job for each model"),
     (f"{_MEMBERS} && has({_ADVANCED}.activations.hostReserve)", ".memory.advanced.activations.hostReserve",
-     "plans of members are not corrected while they run; leave it out"),
+     "activations of a sweep do not move while its members run, so this memory would not be used; leave it out"),
     ("has(self.objective) && self.objective.metric == 'EvaluationLoss' && !has(self.data.evaluation)",
      ".objective.metric", "needs held-out text: give data.evaluation, or use Loss"),
     (f"!({_OTHERS}) && {_STRATEGY}.startsWith('Zero') && {_ADVANCED}.optimizer.overlap == 'Forward'",
      ".memory.advanced.optimizer.overlap",
      "does not work with parallelism.strategy Zero1, Zero2 or Zero3; use None or Auto, or strategy Fsdp"),
     (f"!({_OTHERS}) && {_STRATEGY}.startsWith('Zero') && has(self.model.lora)", ".model.lora",
-     "does not work with parallelism.strategy Zero1, Zero2 or Zero3, which shard only models trained as a whole; use "
-     "Ddp or Fsdp"),
+     "does not work with parallelism.strategy Zero1, Zero2 or Zero3, which need all parameters to be trained; use Ddp "
+     "or Fsdp"),
     (f"!({_OTHERS}) && self.parallelism.device == 'Cuda' && {_WORLD} > 1 && !({_STRATEGY} in ['Auto', 'Ddp'])",
      ".parallelism.strategy",
      "runs on CPUs only so far; use Ddp on Cuda devices (`spillway plan` compares all strategies)"),
     (f"self.scheduling.gang == 'Required' && self.parallelism.nodes > 1 && {_NO_QUEUE}",
-     ".scheduling.gang", "starting all pods or none needs a queue; give scheduling.queueName (Kueue), or use Auto"),
+     ".scheduling.gang", "Required needs a queue; set scheduling.queueName (Kueue), or use Auto"),
     (f"has(self.scheduling.workloadPriorityClassName) && size(self.scheduling.workloadPriorityClassName) > 0 && "
      f"{_NO_QUEUE}",
      ".scheduling.workloadPriorityClassName",
-     "only orders the jobs of a queue; give scheduling.queueName, or use priorityClassName"),
+     "only applies to jobs in a queue; set scheduling.queueName, or use priorityClassName"),
 )  # fmt: skip
 """What a run rejects for two fields together: CEL that holds when it is wrong, the field below spec, what to do."""
+WRONG_IN_SCRIPTS: tuple[tuple[str, str, str], ...] = (
+    *((f"has(self.{name})", f".{name}", SCRIPT_TRAINS) for name in TRAINED_FIELDS),
+    ("size(self.command[0]) == 0", ".command", COMMAND_IS_EMPTY),
+    ("!has(self.pod.resources.memory)", ".pod.resources.memory", SCRIPT_NEEDS_MEMORY),
+    ("self.memory.mode != 'Auto'", ".memory.mode", SCRIPT_PLANS),
+    ("has(self.memory.budget.device)", ".memory.budget.device", SCRIPT_PLANS),
+    ("has(self.memory.budget.host)", ".memory.budget.host", SCRIPT_PLANS),
+    (f"{_ADVANCED}.optimizer.placement != 'Auto' || {_ADVANCED}.optimizer.overlap != 'Auto' || "
+     f"{_ADVANCED}.activations.policy != 'Auto' || has({_ADVANCED}.activations.hostReserve) || "
+     f"{_ADVANCED}.parameters.placement != 'Auto'", ".memory.advanced", SCRIPT_PLANS),
+    ("double(self.memory.endurance.driveWritesPerDay) != 1.0", ".memory.endurance", SCRIPT_PLANS),
+    ("self.checkpoint.everySteps != 200", ".checkpoint.everySteps", SCRIPT_SAVES),
+    ("self.checkpoint.keep != 2", ".checkpoint.keep", SCRIPT_SAVES),
+    ("self.checkpoint.keepBest", ".checkpoint.keepBest", SCRIPT_SAVES),
+    ("has(self.checkpoint.from)", ".checkpoint.from", SCRIPT_SAVES),
+    (f"{_STRATEGY} != 'Auto'", ".parallelism.strategy", SCRIPT_SHARDS),
+    ("self.spill.encryption != 'None'", ".spill.encryption", SCRIPT_ENCRYPTS),
+)  # fmt: skip
+"""The same for a job with command: what it cannot have, and what it lacks."""
+
+
+def _together(wrong: str, at: str, problem: str) -> Schema:
+    of_a_model = re.search(r"self\.(model|data|training)\b", wrong)
+    return _rule(f"!({_TRAINS} && ({wrong}))" if of_a_model else f"!({wrong})", problem, at=at)
+
+
 _SUB_PATH = [
     _rule(
         "!self.startsWith('/') && !self.split('/').exists(part, part == '..')",
@@ -236,7 +291,8 @@ _SUB_PATH = [
     )
 ]
 _LOCKED_UNLESS_SUSPENDED = {
-    "memory": False, "scheduling": False, "spill": False, "checkpoint": False, "members": True, "objective": True
+    "memory": False, "scheduling": False, "spill": False, "checkpoint": False, "search": True, "members": True,
+    "objective": True,
 }  # fmt: skip
 """Field of a spec -> whether it may be left out."""
 _CHANGED = ", ".join(_if_changed(name, may_lack) for name, may_lack in _LOCKED_UNLESS_SUSPENDED.items())
@@ -253,34 +309,38 @@ JOB_RULES: dict[str, list[Schema]] = {
         _rule(
             f"size(self.metadata.name) <= {MAX_NAME_LENGTH}",
             f"metadata.name: at most {MAX_NAME_LENGTH} characters",
-            f"metadata.name %s has %d characters; at most {MAX_NAME_LENGTH}, because names of pods are made from it",
+            f"metadata.name %s has %d characters; at most {MAX_NAME_LENGTH} are allowed, because names of pods contain "
+            f"it",
             "self.metadata.name, size(self.metadata.name)",
         ),
         _rule(
             "!self.metadata.name.contains('.')",
             "metadata.name: lower-case letters, digits and hyphens, no dot",
-            "metadata.name %s: lower-case letters, digits and hyphens, no dot: names of Services are made from it",
+            "metadata.name %s: use lower-case letters, digits and hyphens, but no dot, because names of Services "
+            "contain it",
             "self.metadata.name",
         ),
     ],
     "spec": [
         _rule(
             f"oldSelf.suspend || [{_CHANGED}].all(name, name == '')",
-            f"{', '.join(_LOCKED_UNLESS_SUSPENDED)} change only while suspended; set suspend: true first",
+            f"{', '.join(_LOCKED_UNLESS_SUSPENDED)} can change only while the job is suspended; set suspend: true "
+            f"first",
             "%s cannot change while suspend is false; set suspend: true first",
             f"[{_CHANGED}].filter(name, name != '')",
         ),
         _rule(
-            f"self.training.microBatchSize * {_WORLD} < 1 || "  # refused by their minima; nothing is divided by 0
-            f"self.training.globalBatchSize % (self.training.microBatchSize * {_WORLD}) == 0",
+            f"!({_TRAINS}) || "
+            f"self.training.microBatchSize * {_BATCH_RANKS} < 1 || "  # refused by their minima; nothing is divided by 0
+            f"self.training.globalBatchSize % (self.training.microBatchSize * {_BATCH_RANKS}) == 0",
             "must be a multiple of microBatchSize x nodes x devicesPerNode",
             "%d must be a multiple of microBatchSize x nodes x devicesPerNode (%d)",
-            f"self.training.globalBatchSize, self.training.microBatchSize * {_WORLD}",
+            f"self.training.globalBatchSize, self.training.microBatchSize * {_BATCH_RANKS}",
             ".training.globalBatchSize",
         ),
         _rule(
             f"{_WORLD} <= {MAX_RANKS}",
-            f"at most {MAX_RANKS} ranks, nodes x devicesPerNode",
+            f"nodes x devicesPerNode must be at most {MAX_RANKS} ranks",
             f"at most {MAX_RANKS} ranks; nodes x devicesPerNode is %d x %d = %d",
             f"self.parallelism.nodes, self.parallelism.devicesPerNode, {_WORLD}",
             ".parallelism",
@@ -290,8 +350,15 @@ JOB_RULES: dict[str, list[Schema]] = {
             FIXED_WITHOUT_PLAN,
             at=".pod.resources.memory",
         ),
-        *(_rule(f"!({wrong})", problem, at=at) for wrong, at, problem in WRONG_TOGETHER),
+        *(_together(*wrong) for wrong in WRONG_TOGETHER),
         *(_never(path, problem) for path, problem in NOT_YET.items()),
+        *(_rule(f"!({_SCRIPT} && ({wrong}))", problem, at=at) for wrong, at, problem in WRONG_IN_SCRIPTS),
+        *(_rule(f"({_SCRIPT}) || has(self.{name})", REQUIRED, at=f".{name}") for name in ("model", "data", "training")),
+        _rule(
+            f"({_SCRIPT}) == ({_WAS_SCRIPT}) && (!({_SCRIPT}) || self.command == oldSelf.command)",
+            "command is immutable; create a new TrainingJob",
+            at=".command",
+        ),
     ],
     "spec.model": [_immutable("model", Model), _one_of("config", "source", "entrypoint")],
     "spec.model.config": [
@@ -316,8 +383,8 @@ JOB_RULES: dict[str, list[Schema]] = {
         ),
         _rule(
             "self.architecture == 'llama' || !has(self.numKeyValueHeads) || self.numKeyValueHeads == self.numHeads",
-            "one per head in all but llama: leave it out, or write numHeads",
-            "%s has one per head: leave it out, or write %d",
+            "only llama can have fewer key and value heads than attention heads; leave it out, or write numHeads",
+            "%s has one key and value head per attention head; leave it out, or write %d",
             "self.architecture, self.numHeads",
             ".numKeyValueHeads",
         ),
@@ -366,8 +433,8 @@ JOB_RULES: dict[str, list[Schema]] = {
     "spec.training.lossScale": [
         _rule(
             "self.minimum <= self.initial",
-            "at most initial",
-            "%d: at most initial (%d)",
+            "must be at most lossScale.initial",
+            "%d: must be at most lossScale.initial (%d)",
             "self.minimum, self.initial",
             ".minimum",
         ),
@@ -376,7 +443,7 @@ JOB_RULES: dict[str, list[Schema]] = {
         _rule(
             f"!has(self.{name}) || !has(self.name) || self.name in {list(owners)}",
             f"only {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} {name}; leave it out",
-            "%s: %s has none; leave it out",
+            "%s: %s does not use it; leave it out",
             f"self.{name}, self.name",
             f".{name}",
         )
@@ -387,7 +454,7 @@ JOB_RULES: dict[str, list[Schema]] = {
         # The API server tries rules on the bare default, {}, too.
         _rule(
             "!has(self.mode) || self.mode != 'Disabled' || (has(self.budget) && has(self.budget.host))",
-            "required with mode Disabled, which plans nothing",
+            "required with mode Disabled, because no plan computes it",
             at=".budget.host",
         ),
     ],
@@ -395,18 +462,32 @@ JOB_RULES: dict[str, list[Schema]] = {
         _rule(
             "!has(self.numVolumes) || self.numVolumes <= 1 || "
             "(has(self.storageClassName) && size(self.storageClassName) > 0)",
-            "without storageClassName there is one, an emptyDir: set that, or leave this out",
+            "without storageClassName there is only one volume, an emptyDir; set storageClassName, or leave numVolumes "
+            "out",
             at=".numVolumes",
         ),
     ],
     "spec.pod.env": [
         _rule(
             f"self.map(one, has(one.value) ? size(one.value) : 0).sum() <= {MAX_ENV_BYTES}",
-            f"the values have {MAX_ENV_BYTES} characters at most, together: refer to a Secret",
-            f"the values have %d characters; at most {MAX_ENV_BYTES}: refer to a Secret",
+            f"all values together may have {MAX_ENV_BYTES} characters; move long values to a Secret",
+            f"all values together have %d characters, at most {MAX_ENV_BYTES} are allowed; move long values to a "
+            f"Secret",
             "self.map(one, has(one.value) ? size(one.value) : 0).sum()",
         )
     ],
+    "spec.pod.mounts[]": [
+        _one_of("claim", "configMap", "secret"),
+        _rule(
+            f"!self.path.matches(r'{OWN_DIRECTORIES}')",
+            NOT_MOUNTED_THERE,
+            f"%s: {NOT_MOUNTED_THERE}",
+            "self.path",
+            ".path",
+        ),
+        _rule("!has(self.writable) || !self.writable || has(self.claim)", ONLY_CLAIMS_ARE_WRITTEN, at=".writable"),
+    ],
+    "spec.pod.mounts[].subPath": _SUB_PATH,
     "spec.pod.env[]": [
         _one_of("value", "valueFrom"),
         _rule(
@@ -445,6 +526,14 @@ JOB_RULES: dict[str, list[Schema]] = {
         )
     ],
     "spec.tracking": [_rule("has(self.tensorBoard) || has(self.mlflow) || has(self.wandb)", ONE_TRACKER)],
+    "spec.search": [
+        _rule("self.algorithm == 'Grid' || has(self.trials)", TRIALS_NEEDED, at=".trials"),
+    ],
+    "spec.search.parameters[]": [
+        _one_of("values", "min"),
+        _rule("has(self.min) == has(self.max)", BOTH_ENDS, at=".max"),
+        _rule("!has(self.step) || has(self.min)", STEP_OF_RANGE, at=".step"),
+    ],
     "spec.managedBy": [_immutable_text("TrainingJob")],
 }
 """CEL by field; transition rules see the stored object as oldSelf"""
@@ -507,45 +596,52 @@ TRAINING_JOB = Kind(
     kind="TrainingJob",
     short_name="tjob",
     scope="Namespaced",
-    description="A training run, and where its memory lives.",
+    description="A training job with memory budgets for device memory, host memory and NVMe.",
     spec=TrainingJobSpec,
     status=TrainingJobStatus,
     rules=JOB_RULES,
     categories=("training",),
     selectable=(".spec.scheduling.queueName", ".status.state"),
     columns=(
-        ("State", ".status.state", "string", 0, "Where the job is."),
-        ("Step", ".status.progress.step", "integer", 0, "Optimizer steps completed."),
-        ("Progress", ".status.progress.display", "string", 0, "Share of the steps."),
+        ("State", ".status.state", "string", 0, "State of the job in one word."),
+        ("Step", ".status.progress.step", "integer", 0, "Number of optimizer steps completed."),
+        ("Progress", ".status.progress.display", "string", 0, "Share of the steps that is completed."),
         ("Loss", ".status.progress.loss", "string", 0, "Training loss of the last step."),
-        ("Tok/s", ".status.progress.tokensPerSecond", "string", 0, "Tokens per second."),
-        ("Device-Mem", ".status.memory.device", "string", 0, "Peak of budget on the device."),
-        ("Spilled", ".status.memory.spilled", "string", 0, "Bytes offloaded to host memory and NVMe."),
-        ("Restarts", ".status.attempts.restarts", "integer", 1, "Restarts that count."),
-        ("ETA", ".status.progress.eta", "string", 0, "Time left."),
-        ("Best", ".status.bestMember", "string", 1, "Best member of a sweep."),
-        ("Age", ".metadata.creationTimestamp", "date", 0, "Time since creation."),
+        ("Tok/s", ".status.progress.tokensPerSecond", "string", 0, "Tokens per second, of all ranks."),
+        ("Device-Mem", ".status.memory.device", "string", 0, "Peak memory use of a device, and its budget."),
+        ("Spilled", ".status.memory.spilled", "string", 0, "Peak bytes of a rank in host memory and on NVMe."),
+        ("Restarts", ".status.attempts.restarts", "integer", 1, "Restarts that count against lifecycle.maxRestarts."),
+        ("ETA", ".status.progress.eta", "string", 0, "Estimated time until the last step."),
+        ("Best", ".status.bestMember", "string", 1, "Name of the best member so far."),
+        ("Age", ".metadata.creationTimestamp", "date", 0, "Time since the object was created."),
     ),
 )
 MEMORY_PROFILE = Kind(
     kind="MemoryProfile",
     short_name="mprof",
     scope="Namespaced",
-    description="What was observed of a model's memory under one plan; outlives the jobs.",
+    description="Observed memory use of jobs with one model and one plan. The operator writes it and keeps it when "
+    "the jobs are deleted.",
     spec=MemoryProfileSpec,
     status=MemoryProfileStatus,
     rules=PROFILE_RULES,
     selectable=(".spec.fingerprint",),
     columns=(
-        ("Model", ".spec.model", "string", 0, "The model."),
-        ("Ranks", ".spec.worldSize", "integer", 0, "Number of ranks."),
-        ("Device", ".status.peaks.device.max", "string", 0, "Largest peak on each device."),
-        ("Host", ".status.peaks.host.max", "string", 0, "Largest peak in host memory, per rank."),
-        ("NVMe", ".status.peaks.nvme.max", "string", 0, "Largest peak on NVMe, per rank."),
-        ("Attempts", ".status.count", "integer", 0, "Attempts that were observed."),
-        ("Last", ".status.attempt", "string", 1, "The last of them."),
-        ("Clamped", ".status.clamped", "boolean", 1, "A reported figure was implausible and was cut."),
-        ("Plan", ".spec.plan", "string", 1, "Summary of the plan whose memory use was measured."),
+        ("Model", ".spec.model", "string", 0, "The model in words."),
+        ("Ranks", ".spec.worldSize", "integer", 0, "Number of ranks (training processes)."),
+        ("Device", ".status.peaks.device.max", "string", 0, "Largest peak bytes of a rank in device memory."),
+        ("Host", ".status.peaks.host.max", "string", 0, "Largest peak bytes of a rank in host memory."),
+        ("NVMe", ".status.peaks.nvme.max", "string", 0, "Largest peak bytes of a rank on NVMe."),
+        ("Attempts", ".status.count", "integer", 0, "Number of attempts that were observed."),
+        ("Last", ".status.attempt", "string", 1, "Attempt that was observed last."),
+        (
+            "Clamped",
+            ".status.clamped",
+            "boolean",
+            1,
+            "Whether a peak that a trainer reported was implausible and was limited.",
+        ),
+        ("Plan", ".spec.plan", "string", 1, "The plan in words."),
         ("Age", ".metadata.creationTimestamp", "date", 0, "Time since the first observation."),
     ),
 )
@@ -556,14 +652,14 @@ NODE_PROFILE = Kind(
     description="Measured capacities and rates of the node of the same name.",
     spec=NodeProfileSpec,
     columns=(
-        ("Device", ".spec.deviceKind", "string", 0, "Kind of device."),
-        ("Devices", ".spec.numDevices", "integer", 0, "Number of devices."),
-        ("Device-Mem", ".spec.deviceMemory", "string", 0, "Usable memory of a device."),
-        ("Host", ".spec.hostMemory", "string", 0, "Host memory for pods."),
-        ("NVMe", ".spec.nvmeCapacity", "string", 0, "Space for spill."),
-        ("H2D", ".spec.link.h2dBytesPerSecond", "string", 0, "Bytes per second to the device."),
-        ("Write", ".spec.nvmeWriteBytesPerSecond", "string", 1, "Bytes per second to NVMe."),
-        ("Source", ".spec.source", "string", 0, "Who measured."),
+        ("Device", ".spec.deviceKind", "string", 0, "Kind of device that was measured."),
+        ("Devices", ".spec.numDevices", "integer", 0, "Number of devices of the node."),
+        ("Device-Mem", ".spec.deviceMemory", "string", 0, "Usable memory of each device."),
+        ("Host", ".spec.hostMemory", "string", 0, "Host memory of the node for pods."),
+        ("NVMe", ".spec.nvmeCapacity", "string", 0, "Disk space of the node for spilling."),
+        ("H2D", ".spec.link.h2dBytesPerSecond", "string", 0, "Bytes per second from host memory to a device."),
+        ("Write", ".spec.nvmeWriteBytesPerSecond", "string", 1, "Bytes per second to all NVMe drives."),
+        ("Source", ".spec.source", "string", 0, "Where the figures come from: Probe, Training or User."),
         ("Measured", ".spec.measuredTime", "date", 0, "Time since the measurement."),
     ),
 )
@@ -571,13 +667,14 @@ OPERATOR_CONFIG = Kind(
     kind="OperatorConfig",
     short_name="opconf",
     scope="Cluster",
-    description="What an administrator sets for all TrainingJobs; the object is named default.",
+    description="Defaults and other settings for all TrainingJobs of the cluster. Only the object named default is "
+    "used.",
     spec=OperatorConfigSpec,
     rules=CONFIG_RULES,
     columns=(
-        ("Image", ".spec.jobDefaults.pod.image", "string", 0, "Trainer image of jobs that name none."),
-        ("Queue", ".spec.jobDefaults.scheduling.queueName", "string", 0, "LocalQueue of jobs that name none."),
-        ("Age", ".metadata.creationTimestamp", "date", 0, "Time since creation."),
+        ("Image", ".spec.jobDefaults.pod.image", "string", 0, "Trainer image of jobs that do not set pod.image."),
+        ("Queue", ".spec.jobDefaults.scheduling.queueName", "string", 0, "Kueue LocalQueue of jobs without one."),
+        ("Age", ".metadata.creationTimestamp", "date", 0, "Time since the object was created."),
     ),
 )
 KINDS = (TRAINING_JOB, MEMORY_PROFILE, NODE_PROFILE, OPERATOR_CONFIG)
@@ -632,11 +729,21 @@ def _object_schema(kind: Kind) -> Schema:
     }
     if kind.spec is TrainingJobSpec:
         _add_earlier(made["properties"]["spec"])
+        _add_command(made["properties"]["spec"])
     if kind.status is not None:
         made["properties"]["status"] = structural(kind.status, "status", kind.rules)
     if "" in kind.rules:
         made["x-kubernetes-validations"] = kind.rules[""]
     return made
+
+
+def _add_command(spec: Schema) -> None:
+    """What a script has in place of a model, its data and training, which are needed by a rule then."""
+    properties = spec["properties"]
+    del spec["required"]
+    first = {name: properties.pop(name) for name in ("model", "data", "training")}
+    command = structural(ScriptSpec, "spec", {})["properties"]["command"]
+    spec["properties"] = first | {"command": command} | properties
 
 
 def _add_earlier(spec: Schema) -> None:
@@ -747,10 +854,11 @@ def _bounds(annotation: Any, path: str, metadata: Sequence[Any] = ()) -> Iterato
 
 
 def _optional(properties: Schema) -> Schema:
-    """The same fields, none of them required or with a default."""
+    """The same fields, none of them required or with a default: what a member leaves out is as in the job."""
     made = {}
     for name, schema in properties.items():
         made[name] = {key: value for key, value in schema.items() if key not in ("required", "default")}
+        made[name]["description"] = f"{schema['description'].partition(' Default:')[0]} Default: as in the job."
         if "properties" in schema:
             made[name]["properties"] = _optional(schema["properties"])
     return made

@@ -28,10 +28,10 @@ MOVED = {
 HUGGING_FACE = "data.huggingFace"
 """Field of spec that no run ever honoured."""
 HUGGING_FACE_INSTEAD = (
-    "write data.text or data.chat with fetch: {uri: hf://datasets/organisation/name}; for a split or other columns "
-    "load it in a function of your own, data.entrypoint"
+    "write data.text or data.chat with fetch: {uri: hf://datasets/organisation/name}; to choose a split or other "
+    "columns, load the data in a function of your own (data.entrypoint)"
 )
-OVERRIDES = "write the fields themselves, as in spec: training: {seed: 1}"
+OVERRIDES = "write the fields of the member directly, as in spec; for example training: {seed: 1}"
 """What became of members[].overrides, a map such as {"training.seed": "1"}."""
 _NO_LIMIT = ("lifecycle.activeDeadlineSeconds", "lifecycle.pendingDeadlineSeconds", "objective.halving")
 """Fields whose 0 meant what leaving them out means now."""
@@ -56,7 +56,7 @@ def as_today(spec: Mapping[str, Any]) -> dict[str, Any]:
     for old, new in MOVED.items():
         owner, _, name = old.rpartition(".")
         if isinstance(parent := _at(made, owner), dict) and (value := parent.pop(name, None)) not in (None, "", [], {}):
-            _join(made, new.split("."), value)
+            join(made, new.split("."), value)
     for path in _NO_LIMIT:
         owner, _, name = path.rpartition(".")
         if isinstance(parent := _at(made, owner), dict) and parent.get(name) == 0:
@@ -67,7 +67,7 @@ def as_today(spec: Mapping[str, Any]) -> dict[str, Any]:
     for member in members if isinstance(members, list) else ():
         if isinstance(member, dict) and isinstance(overrides := member.pop("overrides", None), dict):
             for path, text in overrides.items():
-                _join(member, path.split("."), _value_of(text) if isinstance(text, str) else text)
+                join(member, path.split("."), _value_of(text) if isinstance(text, str) else text)
     return made
 
 
@@ -94,15 +94,15 @@ def _value_of(text: str) -> Any:
         return text
 
 
-def _join(spec: dict[str, Any], path: list[str], value: Any) -> None:
+def join(spec: dict[str, Any], path: list[str], value: Any) -> None:
     """Maps are joined; anything else that is there stays."""
     name, *rest = path
     if rest:
         if not isinstance(spec.get(name), dict):
             spec[name] = {}
-        _join(spec[name], rest, value)
+        join(spec[name], rest, value)
     elif isinstance(value, dict) and isinstance(known := spec.get(name), dict):
         for inner, one in value.items():
-            _join(known, [inner], one)
+            join(known, [inner], one)
     else:
         spec.setdefault(name, value)

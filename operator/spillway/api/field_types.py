@@ -7,7 +7,9 @@ Cores      500m in YAML, 0.5 in Python
 
 from __future__ import annotations
 
+import math
 import re
+from decimal import Decimal
 from typing import Annotated, Any
 
 from pydantic import (
@@ -97,6 +99,22 @@ Number = Annotated[
     PlainSerializer(quoted, return_type=str),
     WithJsonSchema(NUMBER_SCHEMA),
 ]
+
+
+def _to_decimal(value: object) -> Decimal:
+    """As written, without the rounding of a float."""
+    if _to_float(value) == math.inf:
+        raise ValueError("at most 1e308")
+    return Decimal(str(value))
+
+
+ExactNumber = Annotated[
+    Decimal,
+    BeforeValidator(_to_decimal),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": NUMBER_PATTERN}),
+]
+"""A number that the field of an integer may have, too: bare there."""
 Epsilon = Annotated[Number, Field(ge=1e-37, le=1e38)]
 """A value that float32 distinguishes from 0 and from infinity."""
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
@@ -125,12 +143,29 @@ Text = Annotated[str, Field(max_length=1024)]
 MAX_MEMBERS = 64
 LIST_BY_NAME: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
 """Items are merged by name."""
-MemberName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+LIST_BY_PATH: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["path"]}
+EXAMPLES: dict[str, str] = {}
+"""Pattern of a field -> a value that matches it, for error messages."""
+
+
+def matching(pattern: str, example: str) -> str:
+    """`pattern` for a Field; an error about a value that does not match shows `example`."""
+    EXAMPLES[pattern] = example
+    return pattern
+
+
+MemberName = Annotated[
+    str, Field(min_length=1, max_length=63, pattern=matching(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "seed-1"))
+]
 """Name of a member of a sweep: also a directory's name and a label's value."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 ClaimName = Annotated[
     str,
-    Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"),
+    Field(
+        min_length=1,
+        max_length=253,
+        pattern=matching(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", "my-claim"),
+    ),
 ]
 """A DNS subdomain: it becomes part of a request's path and of a mount's."""
 STAYS_ON_CLAIM = 'must be a relative path on the claim, without ".."'
@@ -145,13 +180,15 @@ def _on_the_claim(value: str) -> str:
 SubPath = Annotated[Text, AfterValidator(_on_the_claim)]
 MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH = 244, 63
 """Limits of an extended resource: a quota prepends `requests.`, and that domain has at most 253 characters."""
-RESOURCE_PATTERN = (
-    r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+RESOURCE_PATTERN = matching(
+    r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
+    "nvidia.com/gpu",
 )
 NATIVE_RESOURCES, QUOTA_PREFIX = "kubernetes.io/", "requests."
 EXTENDED_RESOURCE_NEEDED = (
-    f"an extended resource is needed, for example nvidia.com/gpu: a domain of at most {MAX_DOMAIN_LENGTH} characters "
-    f"that does not begin with {QUOTA_PREFIX} or end in {NATIVE_RESOURCES.rstrip('/')}, a slash and a name"
+    "must be an extended resource: a domain, a slash and a name, for example nvidia.com/gpu. The domain has at most "
+    f"{MAX_DOMAIN_LENGTH} characters, does not begin with {QUOTA_PREFIX} and does not end in "
+    f"{NATIVE_RESOURCES.rstrip('/')}"
 )
 
 
@@ -192,7 +229,9 @@ StringMap = Annotated[
 LabelMap = Annotated[
     dict[
         Annotated[str, Field(max_length=317)],
-        Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")],
+        Annotated[
+            str, Field(max_length=63, pattern=matching(r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", "team-a"))
+        ],
     ],
     Field(max_length=64),
 ]

@@ -10,13 +10,17 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from spillway.api.earlier import as_today
+from spillway.api.job_spec import JobSpec
+from spillway.api.script import ScriptSpec
 from spillway.api.training_job import TrainingJobSpec
 from spillway.plan import Frozen
 
 JOB_VERSION: Literal[2] = 2
 
 
-class JobFile(Frozen):
+class AttemptFile(Frozen):
+    """What both kinds of job.json have."""
+
     version: Literal[2] = JOB_VERSION
     name: str
     namespace: str = "default"
@@ -26,7 +30,7 @@ class JobFile(Frozen):
     """Whether a TrainingJob of a cluster owns the checkpoint directory."""
     epoch: int = Field(ge=1)
     """Attempt number; it rises with every attempt and fences the writers of earlier ones."""
-    spec: TrainingJobSpec
+    spec: JobSpec
     output_directory: str
     """Directory of run.jsonl."""
     corpus_directory: str
@@ -47,7 +51,8 @@ class JobFile(Frozen):
     """Port of /metrics; None: no exporter."""
     num_nodes: int = Field(default=1, ge=1)
     ranks_per_node: int = Field(default=1, ge=1)
-    """World size = num_nodes x ranks_per_node; `spillway_trainer.launch` starts several ranks."""
+    """World size = num_nodes x ranks_per_node; `spillway_trainer.launch` starts several ranks. Of a sweep: its devices,
+    each with a process that the sweep's own one starts."""
     master_address: str = "127.0.0.1"
     """Host name of node 0, where the ranks connect."""
     master_port: int = Field(default=0, ge=0, le=65535)
@@ -73,3 +78,17 @@ class JobFile(Frozen):
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.ranks_per_node
+
+
+class JobFile(AttemptFile):
+    spec: TrainingJobSpec
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.spec.members else super().world_size
+
+
+class ScriptFile(AttemptFile):
+    """Of a job with command; the launcher alone reads it."""
+
+    spec: ScriptSpec

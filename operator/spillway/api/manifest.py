@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from spillway.api.earlier import problem_of_earlier
+from spillway.api.field_types import EXAMPLES
 from spillway.errors import FieldProblem, InvalidJob, UserError
 
 Location = tuple[str | int, ...]
@@ -67,12 +69,16 @@ def read_text(path: Path, kind: str = "TrainingJob") -> str:
         raise UserError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8 text") from None
 
 
-def parse(model: type[M], text: str, source: str, ignored: Sequence[Location] = ()) -> M:
-    """Validate a YAML document against `model`; `ignored` locations (set by servers) are dropped first.
+def parse(
+    model: type[M] | Callable[[dict[str, Any]], type[M]], text: str, source: str, ignored: Sequence[Location] = ()
+) -> M:
+    """Validate a YAML document against `model`, or the one that it is a case of; `ignored` locations (set by servers)
+    are dropped first.
 
     Raises InvalidJob with every wrong field.
     """
     document, lines, problems = _read_yaml(text, source)
+    model = model if isinstance(model, type) else model(document)
     _refuse_another_kind(model, document, source)
     if problems:
         raise InvalidJob(source, problems)
@@ -120,11 +126,18 @@ def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[Fiel
         problems = list(_inspect(node, (), lines))
         document = {} if problems else loader.construct_document(node)
     except yaml.composer.ComposerError as error:
-        _refuse(source, _place(error.problem_mark), "", f"{error.problem or error.context}; one TrainingJob a file")
+        _refuse(
+            source, _place(error.problem_mark), "", f"{error.problem or error.context}; write one TrainingJob per file"
+        )
     except yaml.MarkedYAMLError as error:
         _refuse(source, _place(error.problem_mark), "", f"not valid YAML: {error.problem or error.context}")
     except RecursionError:
-        _refuse(source, "the file", "", "nested too deeply, or an alias in itself; a manifest has a dozen levels")
+        _refuse(
+            source,
+            "the file",
+            "",
+            "nested too deeply, or an alias that contains itself; a manifest has about a dozen levels",
+        )
     except (yaml.YAMLError, ValueError) as error:
         _refuse(source, "the file", "", f"not valid YAML: {str(error).splitlines()[0]}")
     finally:
@@ -146,7 +159,7 @@ def _inspect(node: yaml.Node, location: Location, lines: Lines) -> Iterator[Fiel
     line = node.start_mark.line + 1
     lines[location] = line
     if len(lines) > _MAX_VALUES:
-        raise ValueError(f"more than {_MAX_VALUES} values, aliases expanded")
+        raise ValueError(f"more than {_MAX_VALUES} values once aliases are expanded; write a shorter manifest")
     if node.tag not in _TYPES:
         tag = shown(node.tag.replace("tag:yaml.org,2002:", "!!"))
         yield FieldProblem(dotted(location), "", f"no field has the YAML type {tag}; write a plain value (line {line})")
@@ -154,7 +167,11 @@ def _inspect(node: yaml.Node, location: Location, lines: Lines) -> Iterator[Fiel
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):
-                yield FieldProblem(dotted(location), "", f"keys are plain words (line {key_node.start_mark.line + 1})")
+                yield FieldProblem(
+                    dotted(location),
+                    "",
+                    f"a key must be a name, not a list or a mapping (line {key_node.start_mark.line + 1})",
+                )
                 continue
             key, key_line = str(key_node.value), key_node.start_mark.line + 1
             inner = (*location, key)
@@ -210,12 +227,13 @@ def _translate(model: type[BaseModel], detail: ErrorDetails, lines: Lines, docum
         return  # counted without the entries that are wrong themselves, and reported
     if detail["type"] == "rules":
         for field, problem in context["problems"]:
-            inner = (*location, *field.split(".")) if field else location
+            below = (int(part) if part.isdigit() else part for part in field.split(".") if part)
+            inner = (*location, *below)
             yield FieldProblem(dotted(inner), shown(_value_at(document, inner)), _with_line(problem, inner, lines))
         return
     if detail["type"] == "extra_forbidden":
         path = dotted(location)
-        problem = problem_of_earlier(path.removeprefix("spec.")) or _unknown_field(model, location)
+        problem = problem_of_earlier(path.removeprefix("spec.")) or unknown_field(model, location)
         yield FieldProblem(path, "", _with_line(problem, location, lines))
         return
     if location[-1:] == ("[key]",):
@@ -242,7 +260,7 @@ _PROBLEMS = {
     "too_short": "at least {min_length} entries, found {actual_length}",
     "string_too_long": "at most {max_length} characters",
     "string_too_short": "must not be empty",
-    "string_pattern_mismatch": "must match {pattern}",
+    "string_pattern_mismatch": "must match {pattern}{example}",
     "model_type": "a map of fields is needed",
     "model_attributes_type": "a map of fields is needed",
     "dict_type": "a map of fields is needed",
@@ -258,6 +276,8 @@ def _problem(detail: ErrorDetails, context: Mapping[str, Any]) -> str:
     if detail["type"] == "literal_error":
         return _wrong_choice(detail["input"], context["expected"])
     context = {name: f"{value:g}" if isinstance(value, float) else value for name, value in context.items()}
+    example = EXAMPLES.get(str(context.get("pattern")))
+    context["example"] = f", for example {example}" if example else ""
     sentence = _PROBLEMS.get(detail["type"])
     return sentence.format(**context) if sentence else detail["msg"]
 
@@ -294,7 +314,20 @@ def _same_number(given: str, choice: str) -> bool:
     return len(ends) < 2
 
 
-def _unknown_field(model: type[BaseModel], location: Location) -> str:
+def problem_of_value(model: type[BaseModel], location: Location, value: object) -> str | None:
+    """What is wrong with `value` at `location`, whatever the other fields have; None if nothing is."""
+    field = field_at(model, location)
+    assert field is not None
+    try:
+        alone: Any = Annotated[(field.annotation, Field(), *field.metadata)]
+        TypeAdapter(alone).validate_python(value)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        return None if detail["loc"] or detail["type"] == "rules" else _problem(detail, detail.get("ctx", {}))
+    return None
+
+
+def unknown_field(model: type[BaseModel], location: Location) -> str:
     owner = _model_at(model, location[:-1])
     if owner is None:
         return "unknown field"
@@ -304,6 +337,12 @@ def _unknown_field(model: type[BaseModel], location: Location) -> str:
     if near:
         return f"unknown field; did you mean {by_lower[near[0]]}?"
     return f"unknown field; the fields here are {', '.join(names)}"
+
+
+def field_at(model: type[BaseModel], location: Location) -> FieldInfo | None:
+    owner = _model_at(model, location[:-1])
+    fields = {} if owner is None else {field.alias or name: field for name, field in owner.model_fields.items()}
+    return fields.get(str(location[-1]))
 
 
 def _model_at(model: type[BaseModel], location: Location) -> type[BaseModel] | None:

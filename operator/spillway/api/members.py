@@ -6,15 +6,17 @@ spec.members[i] -> member_spec: the spec of its solo run, which is what it train
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from spillway.api.job_file import JobFile
-from spillway.api.limits import MEMBERS_HAVE_STEPS, NOT_OF_MEMBERS
+from spillway.api.limits import MEMBERS_HAVE_STEPS, MEMBERS_ON_ONE_NODE, MEMBERS_SHARE_FILES, NOT_OF_MEMBERS
 from spillway.api.manifest import shown, validate
 from spillway.api.pod import Member
+from spillway.api.search_space import SearchSpace
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.units import format_quantity
@@ -34,7 +36,10 @@ def member_spec(spec: TrainingJobSpec, member: Member) -> TrainingJobSpec:
     A field whose default follows another one (intermediateSize of hiddenSize, betas of the optimizer's name) and that
     has its default in the job has that of the member's.
     """
-    document = spec.model_dump(mode="json", by_alias=True, exclude={"members", "objective"}, exclude_none=True)
+    document = spec.model_dump(
+        mode="json", by_alias=True, exclude={"search", "members", "objective"}, exclude_none=True
+    )
+    document["parallelism"].pop("devicesPerNode", None)  # of the sweep: a member trains on one
     _forget_derived(document, member.changes)
     for path, value in member.changes.items():
         _set(document, path, value)
@@ -64,6 +69,7 @@ def member_job(job: JobFile, member: Member) -> JobFile:
             "checkpoint_directory": str(member_directory(job.checkpoint_directory, member.name)),
             "corpus_directory": directory,
             "metrics_port": None,
+            "ranks_per_node": 1,
         }
     )
 
@@ -77,31 +83,44 @@ def problems_of(job: TrainingJob) -> list[FieldProblem]:
     """What is wrong with the members of `job` and with its objective; nothing for a job without either."""
     spec = job.spec
     if not spec.members:
-        needless = "applies to members, but there are none; leave it out"
+        needless = "compares the members of a sweep, but this job has no members; leave it out"
         return [] if spec.objective is None else [FieldProblem("spec.objective", "{...}", needless)]
-    return [*_names(spec), *_sweep(spec), *_overrides(spec)]
+    found = [*_names(spec), *_sweep(spec), *_overrides(spec)]
+    return found if spec.search is None else _of_parameters(spec, spec.search, found)
 
 
 def _names(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
     counts, seen = Counter(member.name for member in spec.members), set[str]()
     for index, member in enumerate(spec.members):
         if counts[member.name] > 1 and member.name in seen:
-            yield FieldProblem(f"spec.members[{index}].name", member.name, "another member has it; give each its own")
+            yield FieldProblem(
+                f"spec.members[{index}].name", member.name, "another member has the same name; give each member its own"
+            )
         seen.add(member.name)
 
 
+def devices_problems(spec: TrainingJobSpec, num_devices: int) -> Iterator[FieldProblem]:
+    """Of a sweep on so many devices; a local run may have another number than devicesPerNode (--ranks)."""
+    if num_devices > len(spec.members):
+        idle = f"each member trains on one device, so other devices would be idle; use at most {len(spec.members)}"
+        yield FieldProblem("spec.parallelism.devicesPerNode", str(num_devices), idle)
+    if num_devices > 1 and spec.spill.encryption != "None":
+        yield FieldProblem("spec.spill.encryption", spec.spill.encryption, MEMBERS_SHARE_FILES)
+
+
 def _sweep(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
-    """Members take turns on one device of one rank."""
+    """Members take turns on the devices of one node, each on one at a time."""
     parallelism, objective = spec.parallelism, spec.objective
-    one = "members take turns on one device: 1 is needed; a model on several ranks is a job of its own"
-    for field, count in (("nodes", parallelism.nodes), ("devicesPerNode", parallelism.devices_per_node)):
-        if count > 1:
-            yield FieldProblem(f"spec.parallelism.{field}", str(count), one)
+    if parallelism.nodes > 1:
+        yield FieldProblem("spec.parallelism.nodes", str(parallelism.nodes), MEMBERS_ON_ONE_NODE)
+    yield from devices_problems(spec, parallelism.devices_per_node)
     if parallelism.strategy not in ("Auto", "Ddp"):
-        undivided = "members take turns on one device, where nothing is sharded: use Ddp, or a job for each model"
+        undivided = "each member trains on one device, where nothing is sharded; use Ddp, or a job for each model"
         yield FieldProblem("spec.parallelism.strategy", parallelism.strategy, undivided)
     if reserve := spec.memory.advanced.activations.host_reserve:
-        fixed = "plans of members are not corrected while they run; leave it out"
+        fixed = (
+            "activations of a sweep do not move while its members run, so this memory would not be used; leave it out"
+        )
         yield FieldProblem("spec.memory.advanced.activations.hostReserve", format_quantity(reserve), fixed)
     if spec.training.epochs is not None:
         yield FieldProblem("spec.training.epochs", str(spec.training.epochs), MEMBERS_HAVE_STEPS)
@@ -125,15 +144,37 @@ def _overrides(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
         if own.model.config is None and own.model != spec.model:
             path, given = next((path, value) for path, value in member.changes.items() if path.startswith("model."))
             unknown = (
-                "a source or an entrypoint does not say its model's sizes, and of a sweep spec.model alone is built to "
-                "find them: let members differ in training and data, or give this one a job of its own"
+                "the sizes of a model from source or entrypoint are found by building it, and in a sweep only the "
+                "model of spec.model is built; let members differ only in training and data, or create a separate "
+                "job for this member"
             )
             yield FieldProblem(f"spec.members[{index}].{path}", shown(given), unknown)
         evaluated = (spec.data.evaluation, own.data.evaluation)
         differs = len({one and one.model_copy(update={"every_steps": 1}) for one in evaluated}) > 1
         if spec.compared_by.metric == "EvaluationLoss" and spec.data.evaluation and differs:
-            compared = "members are compared by their loss on one text: leave it out, or use objective.metric: Loss"
+            compared = (
+                "members are compared by their evaluation loss, so all must be evaluated on the same text; leave it "
+                "out, or use objective.metric: Loss"
+            )
             yield FieldProblem(f"spec.members[{index}].data.evaluation", "{...}", compared)
+
+
+def _of_parameters(spec: TrainingJobSpec, search: SearchSpace, problems: Sequence[FieldProblem]) -> list[FieldProblem]:
+    """Problems of members that a search made: at the parameter that has the wrong value, else, where several fields do
+    not go together, at all parameters. The first of each."""
+    made = dict[str, FieldProblem]()
+    for problem in problems:
+        where, given, said = problem.path, problem.given, problem.problem
+        if found := re.fullmatch(r"spec\.members\[(\d+)\]\.(.+)", problem.path):
+            member, where = spec.members[int(found[1])], "spec.search.parameters"
+            values = ", ".join(f"{path} {shown(value)}" for path, value in member.changes.items())
+            given, said = "", f"{member.name} ({values}): {said}"
+            for index, parameter in enumerate(search.parameters):
+                if f"{found[2]}.".startswith(f"{parameter.path}."):
+                    where, given = f"{where}[{index}]", shown(member.changes.get(parameter.path))
+                    said = f"{member.name}: {problem.problem}"
+        made.setdefault(where, FieldProblem(where, given, said))
+    return list(made.values())
 
 
 def _of_member(member: Member, problem: FieldProblem) -> FieldProblem:
@@ -141,7 +182,7 @@ def _of_member(member: Member, problem: FieldProblem) -> FieldProblem:
     if any(path == problem.path or path.startswith(f"{problem.path}.") for path in member.changes):
         return problem
     section = next(name for name in SECTIONS if getattr(member, name))
-    return FieldProblem(section, "{...}", f"with it, spec.{problem}")
+    return FieldProblem(section, "{...}", f"with this change, spec.{problem}")
 
 
 def _set(document: dict[str, Any], path: str, value: object) -> None:
@@ -214,4 +255,4 @@ def member_named(spec: TrainingJobSpec, name: str) -> Member:
         if member.name == name:
             return member
     known = ", ".join(member.name for member in spec.members) or "none"
-    raise UserError(f"member {name}: the job has {known}")
+    raise UserError(f"member {name}: not a member of this job; its members: {known}")

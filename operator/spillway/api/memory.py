@@ -15,16 +15,26 @@ from spillway.units import format_quantity
 class Parallelism(Fields):
     """How many devices, and what each of them holds."""
 
-    nodes: Annotated[Positive, Field(le=MAX_RANKS)] = Field(default=1, description="Nodes; one pod each.")
-    devices_per_node: Annotated[Positive, Field(le=64)] = Field(default=1, description="Devices, and ranks, per node.")
+    nodes: Annotated[Positive, Field(le=MAX_RANKS)] = Field(
+        default=1, description="Number of nodes; the job has one pod for each."
+    )
+    devices_per_node: Annotated[Positive, Field(le=64)] = Field(
+        default=1,
+        description=(
+            "Number of devices per node; each has one rank (training process). In a job with several members: "
+            "number of devices that train members at the same time."
+        ),
+    )
     device: Literal["Auto", "Cuda", "Cpu"] = Field(
-        default="Auto", description="Kind of device. Auto: a GPU if one is available and can run the job, else a CPU."
+        default="Auto",
+        description="Kind of device to train on. Auto: a GPU if one is available and can run the job, else a CPU.",
     )
     strategy: Literal["Auto", Strategy] = Field(
         default="Auto",
         description=(
-            "What is sharded among ranks. Ddp: nothing. Zero1, Zero2: optimizer states and gradients, by "
-            "DeepSpeed. Zero3: parameters too. Fsdp: as Zero3, by torch's FSDP2. Auto: Ddp."
+            "What is sharded among ranks (training processes). Ddp: nothing. Zero1, Zero2: optimizer states and "
+            "gradients, by DeepSpeed. Zero3: also the parameters, by DeepSpeed. Fsdp: the same as Zero3, by "
+            "torch's FSDP2. Auto: the same as Ddp."
         ),
     )
 
@@ -43,42 +53,60 @@ class Parallelism(Fields):
 class Budget(Fields):
     """Bytes that the job may use. Default of each: what the node has."""
 
-    device: SomeBytes | None = Field(default=None, description="Memory per device, bytes.")
-    host: Quantity | None = Field(default=None, description="Host memory per node, bytes; shared by its ranks.")
-    nvme: Quantity | None = Field(default=None, description="NVMe space per node, bytes; shared by its ranks.")
+    device: SomeBytes | None = Field(
+        default=None, description="Bytes that the plan may use on each device. Default: what the device has."
+    )
+    host: Quantity | None = Field(
+        default=None,
+        description=(
+            "Bytes of host memory that the plan may use on each node, for all ranks (training processes) of that "
+            "node together. What the processes themselves need, such as interpreter and libraries, comes on top. "
+            "Default: what the node has."
+        ),
+    )
+    nvme: Quantity | None = Field(
+        default=None,
+        description=(
+            "Bytes that the plan may spill to NVMe on each node, for all ranks (training processes) of that node "
+            "together. Default: what the node has."
+        ),
+    )
 
 
 class OptimizerMemory(Fields):
-    """optimizer_offload."""
+    """Optimizer states (technique optimizer_offload)."""
 
     placement: Literal["Auto", "Device", "Host", "Interleaved", "Nvme"] = Field(
         default="Auto",
         description=(
-            "Where optimizer states are kept and updated. Device: on the device. Host: in host memory, by the "
-            "CPU. Interleaved: in host memory, by CPU and device in turn. Nvme: on NVMe, read and written back by"
-            " the CPU for each update. Auto: the fastest split of these; NVMe only for what host memory cannot "
-            "hold."
+            "Where optimizer states are kept, and what updates them. Device: kept on the device and updated by "
+            "it. Host: kept in host memory, updated by the CPU. Interleaved: kept in host memory; the CPU updates "
+            "one part and the device the other. Nvme: kept on NVMe; for each update the CPU reads them and writes "
+            "them back. Auto: the fastest combination of these, with states on NVMe only if host memory cannot "
+            "hold them."
         ),
     )
     overlap: Literal["Auto", Overlap] = Field(
         default="Auto",
         description=(
-            "What the optimizer update overlaps with. None: nothing. Forward: the next forward pass; each segment "
-            "waits only for its own parameters. Backward: also the backward pass; the CPU updates some parameters "
-            "early, into separate buffers, and discards the result if gradients need clipping. Auto: the fastest of "
-            "None, Forward and, without gradientClipping, Backward."
+            "What the optimizer update runs in parallel with. None: nothing. Forward: the next forward pass; each "
+            "segment (embedding, layer or head) waits only for the update of its own parameters. Backward: like "
+            "Forward, and the CPU also updates some parameters during the backward pass, into separate buffers; "
+            "it discards these updates if the gradients are clipped or the step is skipped. Auto: the fastest of "
+            "None, Forward and, with training.gradientClipping: 0, Backward."
         ),
     )
 
 
 class ActivationMemory(Fields):
-    """activation_spill."""
+    """Activations between forward and backward (technique activation_spill)."""
 
     policy: Literal["Auto", "Keep", "Recompute", "Host", "Nvme"] = Field(
         default="Auto",
         description=(
-            "What happens in each block to the activations that backward needs: kept on the device, recomputed, "
-            "or moved to host memory or NVMe and back. Auto: the fastest choice per block."
+            "What happens, in each transformer block, to the activations that backward needs. Keep: they stay on "
+            "the device. Recompute: they are computed again. Host, Nvme: they are moved to host memory or to "
+            "NVMe, and back. Auto: the fastest choice for each block."
         ),
     )
     host_reserve: Quantity | None = Field(
@@ -86,27 +114,32 @@ class ActivationMemory(Fields):
         # job.json as every version before knows it, where there is none
         exclude_if=lambda given: given is None,
         description=(
-            "Host memory per node, bytes, kept free for activations that are spilled to NVMe. When others fill "
-            "the spill volume, activations move here while the job runs. Default: none; nothing moves."
+            "Bytes of host memory per node that are reserved for activations which the plan spills to NVMe. If "
+            "other programs fill the spill volume, activations move to this memory while the job runs. Default: "
+            "none; activations then never move from NVMe to host memory."
         ),
     )
 
     @model_validator(mode="after")
     def _reserve_is_of_use(self) -> Self:
         if self.host_reserve and self.policy not in ("Auto", "Nvme"):
-            never = f"policy {self.policy} puts no activations on NVMe: leave it out, or use Nvme"
+            never = (
+                f"only activations that are spilled to NVMe can move to this memory, and policy {self.policy} spills "
+                "none to NVMe; leave it out, or use policy Nvme"
+            )
             refuse([("hostReserve", never)])
         return self
 
 
 class ParameterMemory(Fields):
-    """model_spill."""
+    """Parameters (technique model_spill)."""
 
     placement: Literal["Auto", "Resident", "Stream"] = Field(
         default="Auto",
         description=(
-            "Resident: parameters stay on the device. Stream: layers are loaded into device slots when needed. "
-            "Auto: stream what does not fit."
+            "Where parameters are kept. Resident: on the device. Stream: in host memory or on NVMe; each layer is "
+            "loaded into a buffer on the device when it is needed. Auto: only the layers that do not fit on the "
+            "device are streamed."
         ),
     )
 
@@ -114,60 +147,79 @@ class ParameterMemory(Fields):
 class Advanced(Fields):
     """Parts of the plan that the user fixes, in the planner's terms."""
 
-    optimizer: OptimizerMemory = Field(default=OptimizerMemory(), description="Optimizer states.")
+    optimizer: OptimizerMemory = Field(
+        default=OptimizerMemory(), description="Where optimizer states are kept, and when they are updated."
+    )
     activations: ActivationMemory = Field(
         default=ActivationMemory(), description="Where activations that are saved for backward are kept."
     )
-    parameters: ParameterMemory = Field(default=ParameterMemory(), description="Parameters.")
+    parameters: ParameterMemory = Field(default=ParameterMemory(), description="Where parameters are kept.")
 
 
 class Endurance(Fields):
-    """Protection of flash from being worn out."""
+    """Protection of flash drives from wear."""
 
     drive_writes_per_day: Annotated[Number, Field(gt=0.0)] = Field(
         default=1.0,
         description=(
-            "Largest number of drive capacities written per day. Auto rejects plans above it, and prefers plans "
-            "that write less unless writing saves time: 5 % at the limit, in proportion below it."
+            "Largest number of drive writes per day; one drive write is as many bytes as the node's drives hold "
+            "together. Auto rejects plans above this limit. When Auto compares the others, it adds 5 % to the "
+            "step time of a plan that writes as much as the limit allows, and proportionally less to that of a "
+            "plan that writes less."
         ),
     )
 
 
 class Memory(Fields):
-    """Where bytes may live."""
+    """Memory budgets, and how the plan uses them."""
 
     mode: Literal["Auto", "Advise", "Disabled"] = Field(
         default="Auto",
         description=(
-            "Auto: run the planner's choice. Advise: run what the fields below say and report what Auto would "
-            "choose. Disabled: keep everything on the device; budget.host is required."
+            "Auto: run the planner's choice. Advise: run the placement that the fields of memory.advanced ask "
+            "for, and report in the plan's reasons what Auto would choose. Disabled: keep everything on the "
+            "device; memory.budget.host is then required."
         ),
     )
-    budget: Budget = Field(default=Budget(), description="Bytes that the job may use.")
-    endurance: Endurance = Field(default=Endurance(), description="Protection of flash.")
-    advanced: Advanced = Field(default=Advanced(), description="Parts of the plan that the user fixes.")
+    budget: Budget = Field(
+        default=Budget(),
+        description="Largest number of bytes that the plan may use on a device, in host memory and on NVMe.",
+    )
+    endurance: Endurance = Field(
+        default=Endurance(), description="Limit on how much is written to flash drives, to protect them from wear."
+    )
+    advanced: Advanced = Field(
+        default=Advanced(),
+        description="Parts of the plan that you fix yourself. Default: the planner decides all of them.",
+    )
 
     @model_validator(mode="after")
     def _disabled_is_bounded(self) -> Self:
         problems = []
         if self.mode == "Disabled":
             if self.budget.host is None:
-                problems.append(("budget.host", "required with mode Disabled, which plans nothing"))
+                problems.append(("budget.host", "required with mode Disabled, because no plan computes it"))
             if self.advanced.optimizer.placement not in ("Auto", "Device"):
                 problems.append(
-                    ("advanced.optimizer.placement", "mode Disabled keeps everything on the device: Auto or Device")
+                    ("advanced.optimizer.placement", "mode Disabled keeps everything on the device; use Auto or Device")
                 )
             if self.advanced.optimizer.overlap in ("Forward", "Backward"):
-                problems.append(("advanced.optimizer.overlap", "mode Disabled has no update to overlap: Auto or None"))
+                problems.append(
+                    ("advanced.optimizer.overlap", "mode Disabled does not overlap the update; use Auto or None")
+                )
             if self.advanced.activations.policy not in ("Auto", "Keep"):
                 problems.append(
-                    ("advanced.activations.policy", "mode Disabled keeps everything on the device: Auto or Keep")
+                    ("advanced.activations.policy", "mode Disabled keeps everything on the device; use Auto or Keep")
                 )
             if self.advanced.activations.host_reserve:
-                kept = "mode Disabled keeps everything on the device, so nothing can move there; leave it out"
+                kept = (
+                    "mode Disabled keeps all activations on the device, so none can move to host memory; leave it out"
+                )
                 problems.append(("advanced.activations.hostReserve", kept))
         elif self.budget.host is not None and (self.advanced.activations.host_reserve or 0) > self.budget.host:
-            most = f"at most budget.host ({format_quantity(self.budget.host)}), which it is part of"
+            most = (
+                f"must be at most budget.host ({format_quantity(self.budget.host)}), because it is part of that budget"
+            )
             problems.append(("advanced.activations.hostReserve", most))
         refuse(problems)
         return self
@@ -177,14 +229,25 @@ class Spill(Fields):
     """The volumes for NVMe spill."""
 
     storage_class_name: Annotated[Text, Field(max_length=253)] = Field(
-        default="", description="Class of an ephemeral volume. Default: an emptyDir."
+        default="",
+        description=(
+            "StorageClass of the volumes to spill to, which are created and deleted with the pod. Default: that "
+            "of the OperatorConfig, else none; without one the job spills to an emptyDir."
+        ),
     )
     num_volumes: Annotated[Positive, Field(le=MAX_SPILL_VOLUMES)] = Field(
-        default=1, description="Number of striped volumes of that class; each should be a separate drive."
+        default=1,
+        description=(
+            "Number of spill volumes per pod. The spill file is striped over them, so each should be a separate "
+            "drive. More than one volume needs storageClassName."
+        ),
     )
     encryption: Literal["None", "Ephemeral"] = Field(
         default="None",
-        description="Ephemeral: AES-256-XTS with a random key that exists only in the process.",
+        description=(
+            "Encryption of spilled bytes. Ephemeral: AES-256-XTS with a random key that exists only in the "
+            "training process."
+        ),
     )
 
     @property
@@ -195,5 +258,13 @@ class Spill(Fields):
     @model_validator(mode="after")
     def _several_need_a_class(self) -> Self:
         if self.num_volumes > 1 and not self.storage_class_name:
-            refuse([("numVolumes", "without storageClassName there is one, an emptyDir: set that, or leave this out")])
+            refuse(
+                [
+                    (
+                        "numVolumes",
+                        "without storageClassName there is only one volume, an emptyDir; set "
+                        "storageClassName, or leave numVolumes out",
+                    )
+                ]
+            )
         return self

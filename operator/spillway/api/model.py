@@ -19,58 +19,74 @@ from spillway.api.field_types import (
     SubPath,
     Text,
     exactly_one,
+    matching,
     refuse,
 )
 from spillway.api.limits import MIN_TEXT_VOCABULARY
 from spillway.errors import UserError
 
-FETCHED = r"^(s3|hf|https?)://[^/\s]\S*$"
-FETCHED_ON_CLAIM = "needs a claim: an image cannot be written"
+FETCHED = matching(r"^(s3|hf|https?)://[^/\s]\S*$", "s3://bucket/directory")
+FETCHED_ON_CLAIM = "needs a claim, because a download cannot be written into an image"
 CHAT_EVALUATES_CHAT = "belongs to data.chat; use evaluation.text or fraction"
 TEXT_EVALUATES_NO_CHAT = "chats are evaluated on chats; use evaluation.chat or fraction"
-FETCHED_BELOW = "a download fills a directory of its own on the claim: name it"
+FETCHED_BELOW = "a download needs a directory of its own on the claim; name that directory"
 
 
 class ModelConfig(Fields):
-    """A transformer by its sizes, initialised at random."""
+    """A transformer of the given sizes, initialised at random."""
 
     architecture: Literal["llama", "gpt2", "bert", "t5"] = Field(
         description=(
-            "Family. llama and gpt2 predict each token from earlier ones, bert masked tokens from all others, t5 "
-            "the second half of a sequence from the first."
+            "Model family. llama and gpt2 predict each token from the tokens before it. bert predicts masked tokens "
+            "from all others. t5 predicts the second half of a sequence from the first half."
         )
     )
     hidden_size: Annotated[Positive, Field(le=1 << 17)] = Field(description="Width of the residual stream.")
     num_layers: Annotated[Positive, Field(le=1024)] = Field(
-        description="Number of blocks; for t5, of the encoder and of the decoder."
+        description="Number of transformer blocks. t5 has this many blocks in the encoder and as many in the decoder."
     )
-    num_heads: Annotated[Positive, Field(le=1024)] = Field(description="Attention heads; divides hiddenSize.")
+    num_heads: Annotated[Positive, Field(le=1024)] = Field(
+        description="Number of attention heads; must divide hiddenSize."
+    )
     num_key_value_heads: Annotated[Positive, Field(le=1024)] = Field(
         default_factory=lambda given: given.get("num_heads", 1),
-        description="Key and value heads; divides numHeads. Default: numHeads.",
+        description=(
+            "Number of key and value heads; must divide numHeads. Only llama can have fewer than numHeads. "
+            "Default: numHeads."
+        ),
     )
     intermediate_size: Annotated[Positive, Field(le=1 << 20)] = Field(
         default_factory=lambda given: 4 * given.get("hidden_size", 1),
         description="Width of the feed-forward layer. Default: 4 x hiddenSize.",
     )
     vocab_size: Annotated[Positive, Field(ge=2, le=1 << 22)] = Field(
-        description="Tokens in the vocabulary; for text the tokenizer is trained to this size.",
+        description=(
+            "Number of tokens in the vocabulary. A tokenizer with at most this many tokens is trained on the "
+            "job's text."
+        ),
         json_schema_extra={"minimum": MIN_TEXT_VOCABULARY},  # all data of a job is text
     )
     max_positions: Annotated[Positive, Field(le=1 << 24)] = Field(
-        default=1024, description="Learned positions; gpt2 and bert only, at least training.sequenceLength."
+        default=1024,
+        description=(
+            "Number of learned position embeddings; at least training.sequenceLength. Only gpt2 and bert use this "
+            "field."
+        ),
     )
     tie_word_embeddings: Flag = Field(
         default_factory=lambda given: given.get("architecture") != "llama",
-        description="One matrix for embedding and output projection. Default: false for llama, true for the others.",
+        description="Whether the embedding and the output projection share one matrix. Default: false for llama, true "
+        "for the others.",
     )
     dropout: Annotated[Number, Field(lt=1.0)] = Field(
-        default=0.0, description="Probability of dropping a value of each attention and feed-forward output."
+        default=0.0, description="Dropout probability of attention and feed-forward outputs."
     )
     rope_theta: Annotated[Number, Field(gt=0.0)] = Field(
-        default=10000.0, description="Base of the rotary position embedding; llama only."
+        default=10000.0, description="Base of the rotary position embeddings. Only llama uses this field."
     )
-    norm_eps: Epsilon = Field(default=1e-5, description="Added under the root in every norm.")
+    norm_eps: Epsilon = Field(
+        default=1e-5, description="Epsilon that each normalisation layer adds under its square root."
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -85,7 +101,10 @@ class ModelConfig(Fields):
         if self.num_heads % self.num_key_value_heads:
             problems.append(("numKeyValueHeads", f"must divide numHeads ({self.num_heads})"))
         if self.architecture != "llama" and self.num_key_value_heads != self.num_heads:
-            one = f"{self.architecture} has one per head: leave it out, or write {self.num_heads}"
+            one = (
+                f"{self.architecture} has one key and value head per attention head; leave it out, or write "
+                f"{self.num_heads}"
+            )
             problems.append(("numKeyValueHeads", one))
         if self.architecture == "t5" and not self.tie_word_embeddings:
             problems.append(("tieWordEmbeddings", "t5 has one matrix for all its embeddings; leave it out"))
@@ -94,38 +113,64 @@ class ModelConfig(Fields):
 
 
 class Fetch(Fields):
-    """What fills a directory before it is read for the first time."""
+    """Download that fills a directory before it is first read."""
 
     uri: Annotated[str, Field(max_length=2048, pattern=FETCHED)] = Field(
-        description="s3://bucket/directory, hf://organisation/model, hf://datasets/organisation/name, or the https:// "
-        "address of one file. For model.source only .json, .safetensors, .jinja, .model and .txt files are downloaded.",
+        description=(
+            "Address to download from: s3://bucket/directory, hf://organisation/model, "
+            "hf://datasets/organisation/name, or the https:// address of one file. For model.source, only .json, "
+            ".safetensors, .jinja, .model and .txt files are downloaded."
+        ),
     )
     secret_name: ClaimName | None = Field(
         default=None,
-        description="Secret whose keys become environment variables of the download, for example AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or HF_TOKEN. Default: none.",
+        description=(
+            "Secret in the job's namespace whose keys become environment variables of the download, for example "
+            "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL, or HF_TOKEN. Default: none."
+        ),
     )
 
 
 class Location(Fields):
-    """A directory: on a claim, or a path as the trainer sees it."""
+    """A directory on a claim, or a path as the trainer sees it."""
 
-    claim: ClaimName | None = Field(default=None, description="Name of a PersistentVolumeClaim. Default: none.")
-    sub_path: SubPath = Field(default="", description="Directory on the claim.")
+    claim: ClaimName | None = Field(
+        default=None,
+        description=(
+            "PersistentVolumeClaim in the job's namespace that holds the files. Set either claim or path. "
+            "Default: none."
+        ),
+    )
+    sub_path: SubPath = Field(
+        default="",
+        description=(
+            "Directory or file on the claim, relative to the root of its volume. Default: the root; with fetch, a "
+            "directory must be named."
+        ),
+    )
     path: Annotated[Text, Field(min_length=1)] | None = Field(
-        default=None, description="Directory or file as the trainer sees it: in its image, on disk in a local run."
+        default=None,
+        description=(
+            "Path of the directory or file as the trainer sees it: inside the pod or, in a local run, on the "
+            "machine itself. Set either path or claim."
+        ),
     )
     fetch: Fetch | None = Field(
         default=None,
         exclude_if=lambda given: given is None,  # job.json as every version before knows it
-        description="Download that fills the directory once; what is there already is used as it is. Default: none.",
+        description=(
+            "Download that fills the directory before it is first read. Later runs use the files that are already "
+            "there. Default: none."
+        ),
     )
 
     @model_validator(mode="after")
     def _claim_or_path(self) -> Self:
         problems = exactly_one(self, ("claim", "path"))
         if self.path is not None and self.sub_path:
-            problems.append(("subPath", "belongs to a claim; write the whole directory into path"))
+            problems.append(
+                ("subPath", "only applies to a claim; leave it out, and write the whole directory into path")
+            )
         if self.fetch is not None and self.claim is not None and not self.sub_path:
             problems.append(("subPath", FETCHED_BELOW))
         refuse(problems)
@@ -136,27 +181,42 @@ class Lora(Fields):
     """Low-rank adapters, trained in float32, on a frozen model in the compute type."""
 
     rank: Annotated[Positive, Field(le=4096)] = Field(default=16, description="Rank of every adapter.")
-    alpha: Number = Field(default=32.0, description="Scale of the adapters, divided by rank.")
+    alpha: Number = Field(
+        default=32.0, description="Scale of the adapters: their output is multiplied by alpha / rank."
+    )
     target_modules: tuple[Name, ...] = Field(
         default=(),
         max_length=64,
-        description="Names of the modules that get an adapter. Default: the attention projections.",
+        description=(
+            "Names of the modules that get an adapter, compared with the last parts of each module's name. "
+            "Default: the attention projections."
+        ),
     )
 
 
 class Precision(Fields):
-    """Types of numbers."""
+    """Number types (dtypes)."""
 
     compute: Literal["bfloat16", "float16", "float32"] = Field(
         default="bfloat16",
-        description="Parameters on the device, activations and gradients. float16 scales the loss: training.lossScale.",
+        description=(
+            "Number type (dtype) of the parameters on the device, the activations and the gradients. float16 "
+            "needs loss scaling, which training.lossScale controls."
+        ),
     )
-    master: Literal["float32"] = Field(default="float32", description="Master parameters and optimizer states.")
+    master: Literal["float32"] = Field(
+        default="float32",
+        description=(
+            "Type of the master parameters, which the optimizer updates. Its moments have the same type unless "
+            "training.optimizer.moments says otherwise."
+        ),
+    )
     gradient_reduce: Literal["bfloat16", "float32"] = Field(
-        default="float32", description="Gradients on the wire between ranks; bfloat16 rounds each rank's sum once."
+        default="float32",
+        description="Type in which ranks send gradients to each other; bfloat16 rounds each rank's sum once.",
     )
     gradient_accumulate: Literal["float32"] = Field(
-        default="float32", description="Sum of the gradients over micro-batches."
+        default="float32", description="Type in which the gradients of a step's micro-batches are summed."
     )
 
 
@@ -170,18 +230,34 @@ def no_entry_point(name: str | None) -> list[tuple[str, str]]:
 class Model(Fields):
     """What is trained: exactly one of config, source, entrypoint."""
 
-    config: ModelConfig | None = Field(default=None, description="A transformer by its sizes, initialised at random.")
+    config: ModelConfig | None = Field(
+        default=None, description="A transformer of the given sizes, initialised at random."
+    )
     source: Location | None = Field(
         default=None,
-        description="A Hugging Face directory with config.json, safetensors and tokenizer.json; docs/models.md lists "
-        "the families. Training starts from its weights.",
+        description=(
+            "Directory of a Hugging Face model with config.json, safetensors files and tokenizer.json. Training "
+            "starts from its weights. docs/models.md lists the supported model families."
+        ),
     )
     entrypoint: Name | None = Field(
         default=None,
-        description="package.module:function of the trainer image that returns a Chain or a transformers model.",
+        description=(
+            "Function that returns the model, as package.module:function; the trainer must be able to import it. "
+            "It returns a transformers model, or a Chain: Spillway's class for a model as a sequence of segments "
+            "(docs/models.md)."
+        ),
     )
-    lora: Lora | None = Field(default=None, description="Low-rank adapters. Default: full training.")
-    precision: Precision = Field(default=Precision(), description="Types of numbers.")
+    lora: Lora | None = Field(
+        default=None,
+        description=(
+            "Trains low-rank adapters (LoRA) instead of the model's own parameters, which stay frozen. Default: "
+            "all parameters are trained."
+        ),
+    )
+    precision: Precision = Field(
+        default=Precision(), description="Number types (dtypes) for computing, for master parameters and for gradients."
+    )
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -205,42 +281,49 @@ class Model(Fields):
 
 
 class Evaluation(Fields):
-    """Loss on data that is never trained on: a part of the data that is held out, or text or chats of their own."""
+    """Evaluation on data that is never trained on: held-out sequences, or separate text or chats."""
 
     text: Location | None = Field(
         default=None,
         exclude_if=lambda given: given is None,  # and so on: job.json as every version before knows it
-        description="Text files to evaluate on, with the tokenizer of data.text. Default: none.",
+        description=(
+            "Separate text files to evaluate on, with the tokenizer of the training data. Cannot be combined with "
+            "data.chat. Default: none."
+        ),
     )
     chat: Location | None = Field(
         default=None,
         exclude_if=lambda given: given is None,
-        description="Chats to evaluate on, in the forms of data.chat; only with it. Default: none.",
+        description=(
+            "Separate chats to evaluate on, in the same forms as data.chat. Allowed only with data.chat. Default: none."
+        ),
     )
     fraction: Annotated[Number, Field(gt=0.0, le=0.5)] | None = Field(
         # An API server would add a static one.
         default_factory=lambda given: None if given.get("text") or given.get("chat") else 0.01,
         description=(
-            "Share of the sequences held out for evaluation, rounded up: consecutive stretches at random "
-            "positions. Not together with text or chat. Default: 0.01 without them."
+            "Share of the training sequences that is held out for evaluation; their number is rounded up. "
+            "Consecutive stretches of sequences are held out, at random positions. Cannot be combined with "
+            "evaluation.text or evaluation.chat. Default: 0.01 if neither of these is set."
         ),
     )
     sequences: Count = Field(
         default=64,
         exclude_if=lambda given: given == 64,
         description=(
-            "Sequences read by each evaluation, always the same, drawn from the held-out ones or from text. 0 = all."
+            "Number of sequences that each evaluation reads; 0 = all. They are chosen once, at random, so every "
+            "evaluation reads the same ones."
         ),
     )
     seed: Count = Field(
         default=0,
         exclude_if=lambda given: given == 0,
         description=(
-            "Seed of the held-out stretches and of the sequences read. Independent of training.seed, so runs with"
-            " different seeds are evaluated on the same text."
+            "Seed that chooses the held-out stretches and the sequences to read. It is independent of "
+            "training.seed: runs that differ only in training.seed are evaluated on the same text."
         ),
     )
-    every_steps: Positive = Field(default=100, description="Steps between two evaluations.")
+    every_steps: Positive = Field(default=100, description="Number of optimizer steps from one evaluation to the next.")
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -249,33 +332,48 @@ class Evaluation(Fields):
 
 
 class Data(Fields):
-    """What it is trained on: exactly one of text, chat, tokens, entrypoint, builtin."""
+    """What the model is trained on: exactly one of text, chat, tokens, entrypoint, builtin."""
 
     text: Location | None = Field(
         default=None,
-        description="Text files; a tokenizer of the model's vocabulary is trained on them, or model.source has one.",
+        description=(
+            "Text files to train on, encoded with the tokenizer of model.source. Without model.source, a "
+            "tokenizer is trained on these files."
+        ),
     )
     chat: Location | None = Field(
         default=None,
         exclude_if=lambda given: given is None,
-        description="A file of .jsonl, .parquet or .arrow, or a directory of them: each line or row has messages, or "
-        "prompt and completion (docs/data.md). Needs model.source, whose chat template is used. The loss counts "
-        "responses only.",
+        description=(
+            "Conversations to train on: a .jsonl, .parquet or .arrow file, or a directory of such files. Each "
+            "line or row has messages, or prompt and completion (docs/data.md). Needs model.source, because its "
+            "chat template is used. Only the tokens of responses count in the loss."
+        ),
     )
     tokens: Location | None = Field(
         default=None,
-        description="Tokens in the format of Megatron-LM: an .idx file with its .bin, or a directory of them. Needs "
-        "model.source, which has their tokenizer.",
+        description=(
+            "Tokens to train on, in the format of Megatron-LM: an .idx file with its .bin file, or a directory of "
+            "such pairs. Needs model.source with the tokenizer that made the tokens."
+        ),
     )
     entrypoint: Name | None = Field(
         default=None,
-        description="package.module:function of the trainer image that returns documents (docs/data.md): text, "
-        "messages or tokens. It is called once, when the corpus is built.",
+        description=(
+            "Function that returns the documents to train on, as package.module:function; the trainer must be "
+            "able to import it. Documents are text, messages or tokens (docs/data.md). The function is called "
+            "once, when the trainer encodes the documents as tokens."
+        ),
     )
     builtin: Literal["PythonStdlib"] | None = Field(
-        default=None, description="Text that every trainer image contains: the sources of Python's standard library."
+        default=None,
+        description="Text that every trainer image contains. PythonStdlib: the source files of Python's "
+        "standard library.",
     )
-    evaluation: Evaluation | None = Field(default=None, description="Loss on unseen text. Default: none.")
+    evaluation: Evaluation | None = Field(
+        default=None,
+        description="Evaluations during training: the loss on data that is not trained on. Default: no evaluations.",
+    )
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:

@@ -30,99 +30,144 @@ CONFIG_NAME = "default"
 
 class SchedulingDefaults(Fields):
     queue_name: Annotated[Text, Field(max_length=63)] = Field(
-        default="", description="Kueue LocalQueue of jobs that name none."
+        default="", description="Kueue LocalQueue of jobs that do not set scheduling.queueName."
     )
     priority_class_name: Annotated[Text, Field(max_length=253)] = Field(
-        default="", description="PriorityClass of jobs that name none."
+        default="", description="PriorityClass of jobs that do not set scheduling.priorityClassName."
     )
     gang_wait_seconds: Positive | None = Field(
-        default=None, description="scheduling.gangWaitSeconds of jobs that do not set it."
+        default=None, description="Value of scheduling.gangWaitSeconds for jobs that do not set it."
     )
     node_selector: LabelMap = Field(
-        default={}, description="Labels that a node must have; a job's own value of a label wins."
+        default={},
+        description=(
+            "Labels that a node must have to run pods of a job. If the job's scheduling.nodeSelector has the same "
+            "label, the job's value is used."
+        ),
     )
     tolerations: tuple[Toleration, ...] = Field(
-        default=(), max_length=32, description="Taints that all pods tolerate, besides those that their job names."
+        default=(),
+        max_length=32,
+        description=(
+            "Taints that the pods of all jobs tolerate, in addition to those that the job's own "
+            "scheduling.tolerations names."
+        ),
     )
 
 
 class SpillDefaults(Fields):
     storage_class_name: Annotated[Text, Field(max_length=253)] = Field(
-        default="", description="Class of the spill volumes of jobs that name none."
+        default="", description="StorageClass of the spill volumes of jobs that do not set spill.storageClassName."
     )
 
 
 class PodDefaults(Fields):
-    image: Text = Field(default="", description="Trainer image of jobs that name none.")
+    image: Text = Field(default="", description="Trainer image of jobs that do not set pod.image.")
     image_pull_secrets: tuple[NamedReference, ...] = Field(
         default=(), max_length=8, json_schema_extra=LIST_BY_NAME,
-        description="Secrets to pull images with, in the job's namespace.",
+        description="Secrets to pull trainer images with. Each job needs Secrets of these names in its own namespace.",
     )  # fmt: skip
     env: tuple[Variable, ...] = Field(
         default=(), max_length=64, json_schema_extra=LIST_BY_NAME,
-        description="Environment variables of all trainers; a job's own variable of a name wins.",
+        description=(
+"Environment variables of the trainers of all jobs. If a job sets a variable of the same name, the "
+"job's value is used."
+),
     )  # fmt: skip
     runtime_class_name: Annotated[Text, Field(max_length=253)] = Field(
-        default="", description="RuntimeClass of jobs that name none."
+        default="", description="RuntimeClass of jobs that do not set pod.runtimeClassName."
     )
     security_context: SecurityContext = Field(
-        default=SecurityContext(), description="User and groups; for OpenShift assignedByCluster: true."
+        default=SecurityContext(),
+        description="User and group ids of pods, for jobs that do not set them. On OpenShift set "
+        "assignedByCluster: true.",
     )
 
 
 class PresetResources(Fields):
-    extended: ExtendedCounts = Field(default={}, description="Extended resources, for example rdma/hca: 1.")
+    extended: ExtendedCounts = Field(
+        default={}, description="Extended resources that each pod requests, for example rdma/hca: 1."
+    )
 
 
 class NetworkPreset(Fields):
-    """How pods reach each other's devices; jobs choose one by pod.networkPreset."""
+    """Settings by which pods reach each other's devices. A job chooses a preset by pod.networkPreset."""
 
     name: Name = Field(description="Name of the preset, for example infiniband.")
     env: tuple[Variable, ...] = Field(
         default=(), max_length=32, json_schema_extra=LIST_BY_NAME,
-        description="Environment variables, for example NCCL_IB_HCA; a job's own variable of a name wins.",
+        description=(
+"Environment variables of the trainer, for example NCCL_IB_HCA. If a job sets a variable of the same "
+"name, the job's value is used."
+),
     )  # fmt: skip
-    resources: PresetResources = Field(default=PresetResources(), description="Requests of one pod.")
-    annotations: StringMap = Field(
-        default={}, description="Annotations of the pods, for example k8s.v1.cni.cncf.io/networks."
+    resources: PresetResources = Field(
+        default=PresetResources(), description="Resources that each pod requests in addition."
     )
-    host_network: Flag = Field(default=False, description="Use the node's network.")
+    annotations: StringMap = Field(
+        default={}, description="Annotations added to the pods, for example k8s.v1.cni.cncf.io/networks."
+    )
+    host_network: Flag = Field(default=False, description="Whether pods use the node's network.")
 
 
 class JobDefaults(Fields):
-    """Values for fields of TrainingJobs that leave them empty; lists are added to the job's."""
+    """Defaults for fields that a TrainingJob leaves empty. Lists are added to those of the job."""
 
     pod: PodDefaults = Field(default=PodDefaults(), description="Image, environment and further settings of the pods.")
-    scheduling: SchedulingDefaults = Field(default=SchedulingDefaults(), description="Which nodes, when.")
-    spill: SpillDefaults = Field(default=SpillDefaults(), description="The volume for NVMe spill.")
+    scheduling: SchedulingDefaults = Field(
+        default=SchedulingDefaults(), description="Which nodes pods run on, and when they start."
+    )
+    spill: SpillDefaults = Field(default=SpillDefaults(), description="Volumes for bytes that are spilled to NVMe.")
 
 
 class NodeClass(Fields):
-    """Nodes that an autoscaler would create. A job that no existing node can carry is planned for such a class, and its
-    pods require the class's labels."""
+    """A class of nodes that an autoscaler would create. A job that fits no existing node is planned for such a class,
+    and its pods require the labels of the class.
+    """
 
     name: Name = Field(description="Name of the class, shown in status.plan.reason.")
     node: Annotated[Text, Field(min_length=1, max_length=63)] = Field(
-        description="Devices and rates: a class of the catalog, as in `spillway plan --node` (8xh100)."
+        description=(
+            "Hardware of these nodes: a node class of Spillway's hardware catalog, named as in `spillway plan "
+            "--node`, for example 8xh100. Devices and rates are taken from there."
+        )
     )
-    labels: LabelMap = Field(default={}, description="Labels that nodes of the class will have.")
-    cpu: SomeCores | None = Field(default=None, description="Cores for pods. Default: the catalog's.")
-    memory: SomeBytes | None = Field(default=None, description="Memory for pods. Default: the catalog's.")
+    labels: LabelMap = Field(
+        default={},
+        description=(
+            "Labels that nodes of this class have once they exist. Pods that are planned for the class require them."
+        ),
+    )
+    cpu: SomeCores | None = Field(
+        default=None, description="Cores per node for pods. Default: the value in Spillway's hardware catalog."
+    )
+    memory: SomeBytes | None = Field(
+        default=None, description="Memory per node for pods, bytes. Default: the value in Spillway's hardware catalog."
+    )
     ephemeral_storage: SomeBytes | None = Field(
-        default=None, description="Disk for pods. Default: the catalog's drives."
+        default=None,
+        description="Disk space per node for pods, bytes. Default: the drives in Spillway's hardware catalog.",
     )
-    resource_name: ExtendedResource = Field(default="nvidia.com/gpu", description="Resource of its devices.")
+    resource_name: ExtendedResource = Field(
+        default="nvidia.com/gpu", description="Extended resource by which pods request the devices of these nodes."
+    )
 
 
 class OperatorConfigSpec(Fields):
-    """What holds for all TrainingJobs of the cluster."""
+    """Defaults for jobs, network presets, and classes of nodes."""
 
-    job_defaults: JobDefaults = Field(default=JobDefaults(), description="Values that jobs inherit.")
+    job_defaults: JobDefaults = Field(default=JobDefaults(), description="Values for fields that a job leaves empty.")
     network_presets: tuple[NetworkPreset, ...] = Field(
-        default=(), max_length=16, description="Networks that jobs can choose.", json_schema_extra=LIST_BY_NAME
+        default=(),
+        max_length=16,
+        description="Network settings that a job can choose by pod.networkPreset.",
+        json_schema_extra=LIST_BY_NAME,
     )
     node_classes: tuple[NodeClass, ...] = Field(
-        default=(), max_length=16, description="Nodes that do not exist yet.", json_schema_extra=LIST_BY_NAME
+        default=(),
+        max_length=16,
+        description="Classes of nodes that do not exist yet, but that an autoscaler creates when pods need them.",
+        json_schema_extra=LIST_BY_NAME,
     )
 
 

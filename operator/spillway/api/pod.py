@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -9,6 +10,7 @@ from pydantic import Field, Strict, model_validator
 
 from spillway.api.field_types import (
     LIST_BY_NAME,
+    LIST_BY_PATH,
     ClaimName,
     Count,
     ExtendedCounts,
@@ -25,25 +27,33 @@ from spillway.api.field_types import (
     SubPath,
     Text,
     exactly_one,
+    matching,
     refuse,
 )
-from spillway.api.limits import MAX_ENV_BYTES, USER_ID
+from spillway.api.limits import MAX_ENV_BYTES, NOT_MOUNTED_THERE, OWN_DIRECTORIES, USER_ID
 from spillway.api.model import Location
 
 REQUESTED_BY_PLAN = "the plan decides how many of resourceName a pod requests; leave it out"
 ASSIGNED_BY_CLUSTER = "the cluster assigns runAsUser, runAsGroup and fsGroup: leave these out"
-FIXED_WITHOUT_PLAN = "mode Disabled plans nothing that could fit in it: memory.budget.host decides; leave it out"
+FIXED_WITHOUT_PLAN = (
+    "mode Disabled makes no plan that could be fitted into this; leave it out, and set memory.budget.host"
+)
 UserId = Annotated[int, Strict(), Field(ge=1, le=2**31 - 1)]
 
 
 class Member(Fields):
-    """One model of a sweep: the job's spec with some fields changed."""
+    """A member: one model of a sweep. It is trained with the job's spec, in which some fields are changed."""
 
-    name: MemberName = Field(description="Name, unique in the job.")
-    model: dict[str, Any] = Field(default={}, description="Fields of spec.model in which it differs.")
-    data: dict[str, Any] = Field(default={}, description="Fields of spec.data in which it differs.")
+    name: MemberName = Field(description="Name of the member, unique in the job.")
+    model: dict[str, Any] = Field(
+        default={}, description="Fields of spec.model in which this member differs from the job."
+    )
+    data: dict[str, Any] = Field(
+        default={}, description="Fields of spec.data in which this member differs from the job."
+    )
     training: dict[str, Any] = Field(
-        default={}, description="Fields of spec.training in which it differs, for example seed: 1."
+        default={},
+        description="Fields of spec.training in which this member differs from the job, for example seed: 1.",
     )
 
     @property
@@ -65,16 +75,20 @@ class Objective(Fields):
     """What makes one member better than another."""
 
     metric: Literal["EvaluationLoss", "Loss"] = Field(
-        default="EvaluationLoss", description="Metric by which members are compared."
+        default="EvaluationLoss",
+        description="Metric by which members are compared. EvaluationLoss needs data.evaluation. Loss: "
+        "the training loss.",
     )
     direction: Literal["Minimize", "Maximize"] = Field(
-        default="Minimize", description="Whether lower or higher is better."
+        default="Minimize", description="Minimize: a lower value is better. Maximize: a higher value is better."
     )
     halving: Positive | None = Field(
         default=None,
         description=(
-            "Successive halving: steps before the first round; later rounds come at twice that, four times and so"
-            " on. Each round stops the worse half of the members. Default: never."
+            "Successive halving: number of steps that each member trains before the first round. Further rounds "
+            "follow at twice as many steps, four times as many, and so on. In each round the better half of the "
+            "remaining members (rounded down) continues, and the others are stopped. Default: none; every member "
+            "trains all its steps."
         ),
     )
 
@@ -82,57 +96,75 @@ class Objective(Fields):
 class Checkpoint(Fields):
     """When and where checkpoints are written."""
 
-    every_steps: Positive = Field(default=200, description="Steps between two checkpoints.")
-    keep: Annotated[Positive, Field(ge=2, le=1000)] = Field(default=2, description="Verified checkpoints to keep.")
+    every_steps: Positive = Field(default=200, description="Number of optimizer steps from one checkpoint to the next.")
+    keep: Annotated[Positive, Field(ge=2, le=1000)] = Field(
+        default=2,
+        description=(
+            "Number of checkpoints to keep: the newest ones that were read back and verified. Older ones are deleted."
+        ),
+    )
     keep_best: Flag = Field(
         default=False,
         exclude_if=lambda given: not given,  # job.json as every version before knows it
-        description="Keep the checkpoint of the lowest evaluation loss, too: one is written after each evaluation that "
-        "lowers it. Needs data.evaluation. `spillway ckpt export --best` exports it.",
+        description=(
+            "Also keep the checkpoint with the lowest evaluation loss: one is written after each evaluation whose "
+            "loss is lower than all before. Needs data.evaluation. `spillway ckpt export --best` exports it."
+        ),
     )
     claim: ClaimName | None = Field(
         default=None,
-        description="PersistentVolumeClaim for checkpoints. Default: none; checkpoints are lost with the pod.",
+        description="PersistentVolumeClaim for checkpoints. Default: none; checkpoints are then lost with the pod.",
     )
     sub_path: SubPath = Field(
-        default="", description="Directory on the claim. Default: <name>-<first 8 characters of the uid>."
+        default="",
+        description=(
+            "Directory for the job's checkpoints on the claim, relative to the root of its volume. Default: <name "
+            "of the job>-<first 8 characters of its uid>."
+        ),
     )
     resume: Literal["OwnOnly", "Never"] = Field(
         default="OwnOnly",
         description=(
-            "OwnOnly: an attempt resumes from this job's checkpoints. Never: it starts at step 0; not supported yet."
+            "OwnOnly: an attempt (one start of the job's pods) resumes from this job's checkpoints. Never is "
+            "reserved and is rejected, because starting again at step 0 does not work yet."
         ),
     )
     from_: Location | None = Field(
         default=None,
         alias="from",
-        description="Checkpoint of another run of the same model, or that run's directory, whose newest intact "
-        "checkpoint is used: training starts from its parameters, at step 0, with new optimizer states. "
-        "Default: from model.source, or random parameters.",
+        description=(
+            "Checkpoint of another run of the same model, or the directory of that run; its newest intact "
+            "checkpoint is then used. Training starts at step 0 from the checkpoint's parameters, with new "
+            "optimizer states. Default: none; the parameters come from model.source, or are random."
+        ),
     )
 
 
 class NamedReference(Fields):
-    name: Name = Field(description="Name of an object in the job's namespace.")
+    name: Name = Field(description="Name of a Secret in the job's namespace.")
 
 
 class SecretKey(Fields):
-    name: Name = Field(description="Name of the Secret.")
-    key: Name = Field(description="Key in the Secret.")
+    name: Name = Field(description="Name of a Secret in the job's namespace.")
+    key: Name = Field(description="Key in the Secret that holds the value.")
 
 
 class VariableSource(Fields):
-    secret_key_ref: SecretKey = Field(description="A key of a Secret.")
+    secret_key_ref: SecretKey = Field(description="Key of a Secret that holds the value.")
 
 
 class Variable(Fields):
-    """An environment variable of the trainer: exactly one of value, valueFrom."""
+    """An environment variable of the trainer. Set exactly one of value and valueFrom."""
 
-    name: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = Field(
-        description="Name of the variable."
+    name: Annotated[
+        str, Field(min_length=1, max_length=253, pattern=matching(r"^[A-Za-z_][A-Za-z0-9_]*$", "MY_VARIABLE"))
+    ] = Field(description="Name of the variable.")
+    value: Annotated[str, Field(max_length=8192)] | None = Field(
+        default=None, description="Value of the variable. Set either value or valueFrom."
     )
-    value: Annotated[str, Field(max_length=8192)] | None = Field(default=None, description="Its value.")
-    value_from: VariableSource | None = Field(default=None, description="Where its value comes from.")
+    value_from: VariableSource | None = Field(
+        default=None, description="Source of the value. Set either valueFrom or value."
+    )
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -140,21 +172,87 @@ class Variable(Fields):
         return self
 
 
+MOUNT_PATH = matching(r"^(/[^/:]+)+$", "/data")
+ONLY_CLAIMS_ARE_WRITTEN = "only a claim can be written to; leave it out"
+
+
+class Mount(Fields):
+    """A volume that is mounted in the pods. Set exactly one of claim, configMap and secret."""
+
+    path: Annotated[str, Field(max_length=1024, pattern=MOUNT_PATH)] = Field(
+        description="Path in the pods at which the volume is mounted, for example /data."
+    )
+    claim: ClaimName | None = Field(
+        default=None, description="PersistentVolumeClaim to mount. Set exactly one of claim, configMap and secret."
+    )
+    config_map: ClaimName | None = Field(
+        default=None,
+        description="ConfigMap to mount; each of its keys becomes a file. Set exactly one of claim, "
+        "configMap and secret.",
+    )
+    secret: ClaimName | None = Field(
+        default=None,
+        description="Secret to mount; each of its keys becomes a file. Set exactly one of claim, configMap and secret.",
+    )
+    sub_path: SubPath = Field(
+        default="",
+        description=(
+            "Directory or file in the volume that is mounted instead of the whole volume. It must exist, because "
+            "Kubernetes would create a missing one as an empty directory owned by root. Default: the whole "
+            "volume."
+        ),
+    )
+    writable: Flag = Field(
+        default=False, description="Whether the pods may write to the volume. Allowed only for a claim."
+    )
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        problems = exactly_one(self, ("claim", "config_map", "secret"))
+        if re.search(OWN_DIRECTORIES, self.path):
+            problems.append(("path", NOT_MOUNTED_THERE))
+        if self.writable and self.claim is None:
+            problems.append(("writable", ONLY_CLAIMS_ARE_WRITTEN))
+        refuse(problems)
+        return self
+
+
 class Resources(Fields):
-    """Requests of one pod."""
+    """Resources of one pod."""
 
     cpu: SomeCores | None = Field(
-        default=None, description="CPU request, in cores. Default: a quarter of the threads that the plan uses."
+        default=None,
+        description=(
+            "CPU request of each pod, in cores. Default: a quarter of a core for each thread that the plan uses; "
+            "with command, one core for each rank."
+        ),
     )
     memory: SomeBytes | None = Field(
-        default=None, description="Memory, request and limit, bytes; the plan fits in it. Default: what the plan needs."
+        default=None,
+        description=(
+            "Memory request and limit of each pod, bytes. The planner looks for a plan that fits in it. Default: "
+            "what the plan needs; with command, the field is required."
+        ),
     )
     shared_memory: SomeBytes | None = Field(
         default=None,
-        description="Size of /dev/shm, bytes; part of memory. Default: 64Mi, and as much per rank where several ranks "
-        "use GPUs.",
+        description=(
+            "Size of /dev/shm in each pod, bytes; it counts as part of the pod's memory. Default: 64Mi, plus 64Mi "
+            "per rank if several ranks of the pod use GPUs."
+        ),
     )
-    extended: ExtendedCounts = Field(default={}, description="Further extended resources, for example rdma/hca: 1.")
+    scratch: SomeBytes | None = Field(
+        default=None,
+        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        description=(
+            "Disk space of each pod, bytes, for /tmp, the log, and what a script writes to /work. Space for the "
+            "emptyDir that the job spills to is added. If the job has neither command nor checkpoint.claim, space "
+            "for checkpoints and tokenized data is added, too. Default: 256Mi, or 2Gi with command."
+        ),
+    )
+    extended: ExtendedCounts = Field(
+        default={}, description="Further extended resources that each pod requests, for example rdma/hca: 1."
+    )
 
 
 class SecurityContext(Fields):
@@ -164,14 +262,16 @@ class SecurityContext(Fields):
         default=False,
         description="True: the pod sets no user or group ids, and the cluster assigns them, as OpenShift does.",
     )
-    run_as_user: UserId | None = Field(default=None, description=f"User id. Default: {USER_ID}.")
-    run_as_group: UserId | None = Field(default=None, description=f"Group id. Default: {USER_ID}.")
+    run_as_user: UserId | None = Field(default=None, description=f"User id of the pod's processes. Default: {USER_ID}.")
+    run_as_group: UserId | None = Field(
+        default=None, description=f"Group id of the pod's processes. Default: {USER_ID}."
+    )
     fs_group: UserId | None = Field(
         default=None,
         description=f"Group that owns the pod's volumes, where their driver can set it. Default: {USER_ID}.",
     )
     supplemental_groups: tuple[UserId, ...] = Field(
-        default=(), max_length=16, description="Further groups, for example of an NFS export."
+        default=(), max_length=16, description="Further group ids of the pod's processes, for example of an NFS export."
     )
 
     @model_validator(mode="after")
@@ -183,41 +283,57 @@ class SecurityContext(Fields):
 
 
 class Pod(Fields):
-    """The pods of a job, beside what the plan decides."""
+    """The pods of a job, except for what the plan decides."""
 
-    image: Text = Field(default="", description="Trainer image. Default: the chart's.")
+    image: Text = Field(
+        default="",
+        description="Trainer image. Default: that of the OperatorConfig, else the one set in the Helm chart.",
+    )
     image_pull_secrets: tuple[NamedReference, ...] = Field(
-        default=(), max_length=16, description="Secrets to pull the image with.", json_schema_extra=LIST_BY_NAME
+        default=(), max_length=16, description="Secrets to pull the trainer image with.", json_schema_extra=LIST_BY_NAME
     )
     env: tuple[Variable, ...] = Field(
         default=(), max_length=256, json_schema_extra=LIST_BY_NAME,
-        description=f"Environment variables of the trainer; their values have {MAX_ENV_BYTES} bytes at most, together.",
+        description=(
+f"Environment variables of the trainer. All values together may have at most {MAX_ENV_BYTES} "
+"characters."
+),
     )  # fmt: skip
-    resources: Resources = Field(default=Resources(), description="Requests of one pod.")
+    mounts: tuple[Mount, ...] = Field(
+        default=(), max_length=16, json_schema_extra=LIST_BY_PATH,
+        exclude_if=lambda given: not given,  # job.json as every version before knows it
+        description="Further volumes to mount in the pods, for example with code, data or credentials.",
+    )  # fmt: skip
+    resources: Resources = Field(default=Resources(), description="Resources of each pod.")
     resource_name: ExtendedResource = Field(
-        default="nvidia.com/gpu", description="Extended resource by which devices are requested."
+        default="nvidia.com/gpu", description="Extended resource by which each pod requests its devices."
     )
     labels: LabelMap = Field(default={}, description="Labels added to the pods.")
     annotations: StringMap = Field(
         default={},
-        description="Annotations added to the pods. Of Kueue's only those of its topology-aware scheduling.",
+        description="Annotations added to the pods. Kueue's own annotations are rejected, except those for "
+        "topology-aware scheduling.",
     )
     service_account_name: Annotated[Text, Field(max_length=253)] = Field(
-        default="", description="ServiceAccount of the pods. Default: the namespace's."
+        default="", description="ServiceAccount of the pods. Default: the namespace's default ServiceAccount."
     )
     runtime_class_name: Annotated[Text, Field(max_length=253)] = Field(
-        default="", description="RuntimeClass of the pods."
+        default="", description="RuntimeClass of the pods. Default: that of the OperatorConfig, else none."
     )
-    security_context: SecurityContext = Field(default=SecurityContext(), description="User and groups.")
+    security_context: SecurityContext = Field(default=SecurityContext(), description="User and group ids of the pods.")
     network_preset: Annotated[Text, Field(max_length=253)] = Field(
         default="",
-        description="Network preset of the OperatorConfig: environment, extended resources, annotations and network of "
-        "the pods. Default: none.",
+        description=(
+            "Name of a network preset of the OperatorConfig. It adds environment variables, extended resources, "
+            "annotations and, if set, the node's network to the pods. Default: none."
+        ),
     )
     host_network: Flag = Field(
         default=False,
-        description="Use the node's network: for RDMA without a network plug-in. The namespace must allow it "
-        "(Pod Security privileged).",
+        description=(
+            "Whether pods use the node's network, as RDMA needs without a network plug-in. The namespace must "
+            "allow it (Pod Security level privileged)."
+        ),
     )
 
     @model_validator(mode="after")
@@ -227,16 +343,23 @@ class Pod(Fields):
 
 
 class Toleration(Fields):
-    """As in a pod."""
+    """A toleration, as in the spec of a Kubernetes pod."""
 
     key: Annotated[Text, Field(max_length=317)] = Field(default="", description="Key of the taint.")
-    operator: Literal["Exists", "Equal"] = Field(default="Equal", description="How the value is compared.")
+    operator: Literal["Exists", "Equal"] = Field(
+        default="Equal",
+        description="How the taint's value is compared. Equal: it must equal value. Exists: any value matches.",
+    )
     value: Annotated[Text, Field(max_length=63)] = Field(default="", description="Value of the taint.")
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = Field(
-        default="", description="Effect to tolerate. Default: all."
+        default="", description="Effect of the taint to tolerate. Default: all."
     )
     toleration_seconds: Count | None = Field(
-        default=None, description="Seconds until eviction by NoExecute. Default: never evicted."
+        default=None,
+        description=(
+            "Seconds that a pod stays on its node after a taint with effect NoExecute was added. Default: the pod "
+            "is never evicted."
+        ),
     )
 
 
@@ -244,38 +367,44 @@ DEFAULT_GANG_WAIT_SECONDS = 240
 
 
 class Scheduling(Fields):
-    """Which nodes, when."""
+    """Which nodes the pods run on, and when they start."""
 
     queue_name: Annotated[Text, Field(max_length=63)] = Field(
-        default="", description="Kueue LocalQueue. Default: none."
+        default="",
+        description="Kueue LocalQueue in which the job waits for quota. Default: that of the "
+        "OperatorConfig, else none.",
     )
     priority_class_name: Annotated[Text, Field(max_length=253)] = Field(
-        default="", description="PriorityClass of the pods."
+        default="", description="PriorityClass of the pods. Default: that of the OperatorConfig, else none."
     )
     workload_priority_class_name: Annotated[Text, Field(max_length=63)] = Field(
         default="",
         description=(
-            "Kueue WorkloadPriorityClass: priority in the queue, independent of the pods' priority. Default: "
-            "priorityClassName's."
+            "Kueue WorkloadPriorityClass: the job's priority in the queue, independent of its pods' priority. "
+            "Default: the priority of priorityClassName."
         ),
     )
     gang: Literal["Auto", "Required", "Disabled"] = Field(
         default="Auto",
         description=(
-            "Start all pods or none. Auto: by the queue; without a queue, an attempt that gets nodes for only "
-            "some pods releases them. Required: jobs of several nodes need a queue. Disabled: the attempt keeps "
-            "its nodes and waits."
+            "Whether an attempt (one start of the job's pods) gets nodes for all its pods or for none. Auto: the "
+            "queue ensures this; without queueName, an attempt that gets nodes for only some of its pods releases "
+            "them. Required: like Auto, but a job of several nodes must have a queue. Disabled: an attempt keeps "
+            "the nodes that it gets, and waits for the others."
         ),
     )
     gang_wait_seconds: Positive | None = Field(
         default=None,
         description=(
-            "Seconds that an attempt with nodes for only some pods waits for another node before it releases them, "
-            f"unless gang is Disabled; a pod that pulls its image has its node. Default: {DEFAULT_GANG_WAIT_SECONDS}."
+            "An attempt that has nodes for only some of its pods releases them if no further pod gets a node for "
+            "this many seconds. A pod that is pulling its image already has a node. Not used if gang is Disabled. "
+            f"Default: that of the OperatorConfig, else {DEFAULT_GANG_WAIT_SECONDS}."
         ),
     )
-    node_selector: LabelMap = Field(default={}, description="Labels that a node must have.")
-    tolerations: tuple[Toleration, ...] = Field(default=(), max_length=64, description="Taints the pods tolerate.")
+    node_selector: LabelMap = Field(default={}, description="Labels that a node must have to run the job's pods.")
+    tolerations: tuple[Toleration, ...] = Field(
+        default=(), max_length=64, description="Taints that the job's pods tolerate."
+    )
 
 
 DEFAULT_STALL_SECONDS = 1800
@@ -283,28 +412,42 @@ DEFAULT_RESTARTS = 5
 
 
 class Lifecycle(Fields):
-    """Deadlines and retries. A change takes effect at once, also on an attempt that runs."""
+    """Deadlines and retries. A change takes effect at once, also for the running attempt."""
 
     active_deadline_seconds: Positive | None = Field(
-        default=None, description="Seconds that all attempts together may run, without waiting. Default: no limit."
+        default=None,
+        description=(
+            "Seconds that all attempts of the job together may run; then the job fails. An attempt runs from when "
+            "all its pods run until it ends; waiting for nodes or images does not count. Default: no limit."
+        ),
     )
     pending_deadline_seconds: Positive | None = Field(
         default=None,
         description=(
-            "Seconds that the job may wait for all pods of an attempt to run; suspended time is not counted. Default: "
-            "no limit."
+            "Seconds that the job may wait until all pods of an attempt run; then the job fails. Time in which "
+            "the job is suspended does not count. Default: no limit."
         ),
     )
     stall_seconds: Positive = Field(
         default=DEFAULT_STALL_SECONDS,
         description=(
-            "Seconds without a new step after which an attempt is ended; counts as a restart. At least 15, and at "
-            "least three predicted steps. Practically never: 31536000, a year."
+            "Seconds without a new step after which the running attempt is ended and another one is started, "
+            "which counts as a restart. The operator waits at least 15 seconds, and at least three times the "
+            "predicted duration of a step. To disable the check, set a year: 31536000."
         ),
     )
     ttl_seconds_after_finished: Count | None = Field(
-        default=None, description="Seconds after the end until the TrainingJob is deleted. Default: never."
+        default=None,
+        description=(
+            "Seconds from when the job completes or fails until the TrainingJob is deleted. Default: it is never "
+            "deleted."
+        ),
     )
     max_restarts: Annotated[Count, Field(le=1000)] = Field(
-        default=DEFAULT_RESTARTS, description="Restarts after a crash. Memory errors and disruptions do not count."
+        default=DEFAULT_RESTARTS,
+        description=(
+            "Largest number of restarts after crashes and stalls. After one more crash or stall the job fails. "
+            "Restarts after an attempt ran out of memory, or after a disruption such as a lost node, do not "
+            "count."
+        ),
     )

@@ -32,160 +32,337 @@ class LinkRates(Fields):
     """Between device and host, one direction at a time."""
 
     h2d_bytes_per_second: Rate | None = Field(
-        default=None, alias="h2dBytesPerSecond", description="Host to device, bytes per second."
+        default=None,
+        alias="h2dBytesPerSecond",
+        description=(
+            "Rate of copies from host memory to a device, bytes per second. Default: the value in Spillway's "
+            "hardware catalog."
+        ),
     )
     d2h_bytes_per_second: Rate | None = Field(
-        default=None, alias="d2hBytesPerSecond", description="Device to host, bytes per second."
+        default=None,
+        alias="d2hBytesPerSecond",
+        description=(
+            "Rate of copies from a device to host memory, bytes per second. Default: the value in Spillway's "
+            "hardware catalog."
+        ),
     )
     duplex_efficiency: Annotated[Number, Field(gt=0.0, le=1.0)] | None = Field(
-        default=None, description="What remains of each direction when both are busy, as a fraction."
+        default=None,
+        description=(
+            "Fraction of its rate that each direction of the link keeps when both directions are busy. Default: "
+            "the value in Spillway's hardware catalog."
+        ),
     )
     devices_per_root_port: Annotated[Positive, Field(le=64)] | None = Field(
-        default=None, description="Devices that share the rates."
+        default=None,
+        description=(
+            "Number of devices that share h2dBytesPerSecond and d2hBytesPerSecond. Default: the value in "
+            "Spillway's hardware catalog."
+        ),
     )
 
 
 class NodeProfileSpec(Fields):
-    """Capacities and achieved rates of the node of the same name. Figures of devices are per device, all others per
-    node. What is left out is taken from the node itself (capacities) or from the catalog (rates)."""
+    """Measured capacities and rates. Figures of devices are per device, all others per node. Capacities that are left
+    out are taken from the node itself, rates from Spillway's hardware catalog."""
 
-    device_kind: DeviceKind = Field(description="Kind of device that the figures are about.")
+    device_kind: DeviceKind = Field(description="Kind of device that was measured.")
     num_devices: Annotated[Positive, Field(le=64)] | None = Field(
-        default=None, description="Devices. Default: what the node can allocate."
+        default=None, description="Number of devices of the node. Default: the node's allocatable devices."
     )
     device_memory: SomeBytes | None = Field(
-        default=None, description="Usable memory of a device, bytes; on a CPU it is part of hostMemory."
+        default=None, description="Usable memory of each device, bytes. On a CPU node it is part of hostMemory."
     )
-    bfloat16_flops_per_second: Rate | None = Field(default=None, description="Achieved rate of bfloat16 training.")
-    float32_flops_per_second: Rate | None = Field(default=None, description="Achieved rate of float32 training.")
-    device_bytes_per_second: Rate | None = Field(default=None, description="Device memory, bytes per second.")
-    link: LinkRates = Field(default=LinkRates(), description="Between device and host.")
+    bfloat16_flops_per_second: Rate | None = Field(
+        default=None,
+        description=(
+            "FLOP/s that bfloat16 training reaches on one device (on a CPU node: on all cores together). Default: "
+            "the value in Spillway's hardware catalog."
+        ),
+    )
+    float32_flops_per_second: Rate | None = Field(
+        default=None,
+        description=(
+            "FLOP/s that float32 training reaches on one device (on a CPU node: on all cores together). Default: "
+            "the value in Spillway's hardware catalog."
+        ),
+    )
+    device_bytes_per_second: Rate | None = Field(
+        default=None,
+        description=(
+            "Rate at which a device reads and writes its own memory, bytes per second. Default: the value in "
+            "Spillway's hardware catalog."
+        ),
+    )
+    link: LinkRates = Field(default=LinkRates(), description="Rates of copies between the devices and host memory.")
     interconnect_bytes_per_second: Rate | None = Field(
-        default=None, description="Between devices of the node, one direction, bytes per second."
+        default=None,
+        description=(
+            "Rate between devices of the node, per device and direction, bytes per second. Default: the value in "
+            "Spillway's hardware catalog."
+        ),
     )
     network_bytes_per_second: Rate | None = Field(
-        default=None, description="Between nodes, per device, one direction, bytes per second."
+        default=None,
+        description=(
+            "Rate between this node and others, per device and direction, bytes per second. Default: the value in "
+            "Spillway's hardware catalog."
+        ),
     )
     num_cores: Annotated[Positive, Field(le=4096)] | None = Field(
-        default=None, description="Cores. Default: what the node can allocate."
+        default=None, description="Number of cores of the node. Default: the node's allocatable cores."
     )
     host_memory: SomeBytes | None = Field(
-        default=None, description="Host memory for pods, bytes. Default: what the node can allocate."
+        default=None, description="Host memory of the node for pods, bytes. Default: the node's allocatable memory."
     )
     dram_bytes_per_second: Rate | None = Field(
-        default=None, description="Host memory, cores and copies together, bytes per second."
+        default=None,
+        description=(
+            "Rate at which the node's cores and the copies to and from devices together read and write host "
+            "memory, bytes per second. Default: the value in Spillway's hardware catalog."
+        ),
     )
     cpu_bytes_per_second: Rate | None = Field(
-        default=None, description="Host memory, what the cores alone can stream, bytes per second."
+        default=None,
+        description=(
+            "Rate at which the node's cores alone, without copies to and from devices, read and write host "
+            "memory, bytes per second. Default: the value in Spillway's hardware catalog."
+        ),
     )
     nvme_capacity: Quantity | None = Field(
-        default=None, description="Space for spill, bytes. Default: what the node can allocate."
+        default=None,
+        description="Disk space of the node for spilling, bytes. Default: the node's allocatable ephemeral storage.",
     )
-    nvme_read_bytes_per_second: Rate | None = Field(default=None, description="Sequential reads, bytes per second.")
+    nvme_read_bytes_per_second: Rate | None = Field(
+        default=None,
+        description=(
+            "Rate of sequential reads from all NVMe drives of the node together, bytes per second. Default: the "
+            "value in Spillway's hardware catalog."
+        ),
+    )
     nvme_write_bytes_per_second: Rate | None = Field(
-        default=None, description="Sustained sequential writes, bytes per second."
+        default=None,
+        description=(
+            "Sustained rate of sequential writes to all NVMe drives of the node together, bytes per second. "
+            "Default: the value in Spillway's hardware catalog."
+        ),
     )
     bfloat16_values_per_second: Rate | None = Field(
         default=None,
-        description="Values of bfloat16 training that operations other than matrix products read and write on the "
-        "device, per second. Default: part of the FLOP rates.",
+        description=(
+            "Number of values per second that one device reads and writes in bfloat16 training, in operations "
+            "other than matrix products. Default: none; bfloat16FlopsPerSecond then includes the time of these "
+            "operations."
+        ),
     )
-    float32_values_per_second: Rate | None = Field(default=None, description="The same of float32 training.")
+    float32_values_per_second: Rate | None = Field(
+        default=None,
+        description=(
+            "Number of values per second that one device reads and writes in float32 training, in operations "
+            "other than matrix products. Default: none; float32FlopsPerSecond then includes the time of these "
+            "operations."
+        ),
+    )
     operation_overhead_seconds: Overhead | None = Field(
-        default=None, description="Fixed cost of handing one piece of work to a kernel or a lane. Default: none."
+        default=None,
+        description=(
+            "Fixed cost of each operation, in seconds: the time to hand one piece of work to a kernel or to a "
+            "copy queue. Default: none; the FLOP rates then include it."
+        ),
     )
     source: Literal["Probe", "Training", "User"] = Field(
-        default="User", description="Who measured: the probe, a training run on the node, or whoever wrote the object."
+        default="User",
+        description=(
+            "Where the figures come from. Probe: `spillway calibrate` measured them. Training: they were "
+            "corrected by a training run. User: whoever wrote the object set them."
+        ),
     )
-    measured_time: Moment | None = Field(default=None, description="When it was measured. Default: not known.")
+    measured_time: Moment | None = Field(
+        default=None, description="When the figures were measured. Default: not known."
+    )
 
 
 class ObservedBytes(Written):
     """One tier of one rank."""
 
     planned: Quantity = Field(description="Peak that the plan predicted, bytes.")
-    max: Quantity = Field(description="Largest peak of all attempts, bytes.")
-    last: Quantity = Field(description="Peak of the last attempt, bytes.")
+    max: Quantity = Field(description="Largest peak of all observed attempts, bytes.")
+    last: Quantity = Field(description="Peak of the attempt that was observed last, bytes.")
     recent: tuple[Quantity, ...] = Field(
-        default=(), max_length=16, description="Peaks of the last attempts, newest last; at most 16."
+        default=(),
+        max_length=16,
+        description="Peaks of the attempts that were observed last, bytes, newest last; at most 16.",
     )
     p50: Quantity | None = Field(
-        default=None, description="Weighted median of `recent`; a weight halves every four attempts."
+        default=None,
+        description=(
+            "Weighted median of the peaks in `recent`, bytes. The weight of a peak halves with every four later "
+            "attempts."
+        ),
     )
-    p95: Quantity | None = Field(default=None, description="Weighted 95th percentile; corrects plans.")
+    p95: Quantity | None = Field(
+        default=None,
+        description=(
+            "Weighted 95th percentile of the peaks in `recent`, bytes; it corrects the predictions of later "
+            "plans. The weight of a peak halves with every four later attempts."
+        ),
+    )
 
 
 class LowerBound(Written):
-    """Memory that ran out: there was at least so much."""
+    """Memory that ran out: an attempt needed more than the limit that it reached."""
 
-    planned: Quantity = Field(description="What was predicted without corrections, bytes.")
-    held: Quantity = Field(description="The limit that was reached, bytes.")
+    planned: Quantity = Field(
+        description="Bytes that were predicted for this memory, without the corrections that later observations bring."
+    )
+    held: Quantity = Field(description="Limit at which this memory ran out, bytes. The attempt needed more.")
 
 
 class LowerBounds(Written):
-    """The largest in proportion of each kind; of attempts under this plan."""
+    """For each kind of memory, the attempt under this plan with the largest limit in proportion to its prediction."""
 
-    device: LowerBound | None = Field(default=None, description="DeviceOutOfMemory: the device budget of a rank.")
-    host: LowerBound | None = Field(default=None, description="HostOutOfMemory: the host slab of a rank.")
-    nvme: LowerBound | None = Field(default=None, description="SpillVolumeFull: the spill file of a rank.")
-    pod: LowerBound | None = Field(default=None, description="OOMKilled: the memory limit of a pod.")
+    device: LowerBound | None = Field(
+        default=None,
+        description=(
+            "An attempt ran out of device memory (DeviceOutOfMemory). planned is what was predicted for a rank "
+            "(training process), held is the rank's device budget, which was not enough. If this happened to "
+            "several attempts, they are those of the attempt with the largest ratio of held to planned."
+        ),
+    )
+    host: LowerBound | None = Field(
+        default=None,
+        description=(
+            "An attempt ran out of host memory (HostOutOfMemory). planned is what was predicted for a rank "
+            "(training process), held is the host memory that the rank got, which was not enough. If this "
+            "happened to several attempts, they are those of the attempt with the largest ratio of held to "
+            "planned."
+        ),
+    )
+    nvme: LowerBound | None = Field(
+        default=None,
+        description=(
+            "An attempt ran out of space for spilling (SpillVolumeFull). planned is what was predicted for a rank "
+            "(training process), held is the size of the rank's spill file, which was not enough. If this "
+            "happened to several attempts, they are those of the attempt with the largest ratio of held to "
+            "planned."
+        ),
+    )
+    pod: LowerBound | None = Field(
+        default=None,
+        description=(
+            "A pod of an attempt reached its memory limit and was killed (OOMKilled). planned is what was "
+            "predicted for the pod, held is the pod's memory limit, which was not enough. If this happened to "
+            "several attempts, they are those of the attempt with the largest ratio of held to planned."
+        ),
+    )
 
 
 class ObservedPod(Written):
-    """What pods under this plan took at most, by their cgroups; of runs that did all that a run does."""
+    """Peak memory of pods under this plan, from their cgroups. Only pods that did all the work of a run count."""
 
     workload: Annotated[str, Field(max_length=16, pattern=r"^([0-9a-f]{16})?$")] = Field(
-        default="", description="Hash of what a pod's memory depends on beside model and plan: data, image, overrides."
+        default="",
+        description=(
+            "Hash of what a pod's memory depends on in addition to model and plan, such as data, trainer image "
+            "and number of threads. When it changes, earlier observations are dropped."
+        ),
     )
-    counted: Quantity = Field(description="What arithmetic gives such a pod, bytes.")
+    counted: Quantity = Field(
+        description="Memory that the operator computes for a pod with this model and plan, without observations, bytes."
+    )
     attempts: tuple[Annotated[str, Field(max_length=63)], ...] = Field(
-        default=(), max_length=16, description="Attempts of `recent`, as <job>-<attempt>."
+        default=(),
+        max_length=16,
+        description=(
+            "Attempts whose pods had the peaks in status.pod.recent, in the same order, each as <job>-<number of "
+            "the attempt>."
+        ),
     )
     recent: tuple[Quantity, ...] = Field(
-        default=(), max_length=16, description="Peaks of the last attempts, newest last; at most 16."
+        default=(),
+        max_length=16,
+        description="Peak memory of the pods of the last runs, bytes, newest last; at most 16.",
     )
-    p95: Quantity = Field(description="95 % of the weight of `recent`; an attempt counts half four later.")
-    count: Count = Field(default=0, description="Runs that were seen.")
+    p95: Quantity = Field(
+        description=(
+            "Weighted 95th percentile of the peaks in status.pod.recent, bytes; memory requests of later pods are "
+            "based on it. The weight of a peak halves with every four later runs."
+        )
+    )
+    count: Count = Field(default=0, description="Number of runs whose pods were observed.")
 
 
 class ObservedTiers(Written):
     """Peak per tier, of the rank with the highest; tiers that the plan does not use are left out."""
 
-    device: ObservedBytes | None = Field(default=None, description="Peak bytes on a device.")
-    host: ObservedBytes | None = Field(default=None, description="Peak bytes in host memory, per rank.")
-    nvme: ObservedBytes | None = Field(default=None, description="Peak bytes on NVMe, per rank.")
+    device: ObservedBytes | None = Field(
+        default=None, description="Peak bytes of a rank (training process) in device memory."
+    )
+    host: ObservedBytes | None = Field(
+        default=None, description="Peak bytes of a rank (training process) in host memory."
+    )
+    nvme: ObservedBytes | None = Field(default=None, description="Peak bytes of a rank (training process) on NVMe.")
 
 
 class MemoryProfileSpec(Written):
-    """Which model and plan a profile is about."""
+    """Model and plan whose memory use the profile describes."""
 
     fingerprint: Annotated[str, Field(min_length=16, max_length=16, pattern=r"^[0-9a-f]{16}$")] = Field(
-        description="Hash of model, sequence, plan and number of ranks: what the bytes depend on."
+        description=(
+            "Hash of all that a rank's memory depends on: model, sequence length, micro-batch size, number of "
+            "ranks, and plan."
+        )
     )
-    model: Annotated[Text, Field(max_length=256)] = Field(default="", description="The model, for people.")
+    model: Annotated[Text, Field(max_length=256)] = Field(default="", description="The model in words, for people.")
     model_fingerprint: Annotated[str, Field(max_length=16, pattern=r"^([0-9a-f]{16})?$")] = Field(
-        default="", description="The same hash without the plan: profiles of one model correct each other's plans."
+        default="",
+        description=(
+            "Hash of the model, sequence length, number of ranks, kind of device and optimizer, but not of the "
+            "plan. Profiles with the same value correct each other's plans."
+        ),
     )
-    plan: Annotated[Text, Field(max_length=512)] = Field(default="", description="The plan, for people.")
-    world_size: Annotated[Positive, Field(le=1 << 18)] = Field(default=1, description="Ranks.")
+    plan: Annotated[Text, Field(max_length=512)] = Field(default="", description="The plan in words, for people.")
+    world_size: Annotated[Positive, Field(le=1 << 18)] = Field(
+        default=1, description="Number of ranks (training processes)."
+    )
 
 
 class MemoryProfileStatus(Written):
-    """What was observed."""
+    """Memory use that was observed in attempts. An attempt is one start of a job's pods."""
 
-    peaks: ObservedTiers = Field(default=ObservedTiers(), description="Bytes of a rank, per tier.")
-    lower_bounds: LowerBounds = Field(default=LowerBounds(), description="What was not enough.")
-    pod: ObservedPod | None = Field(default=None, description="What pods took: what their requests are lowered by.")
-    count: Count = Field(default=0, description="Attempts that were observed.")
+    peaks: ObservedTiers = Field(
+        default=ObservedTiers(),
+        description="Observed peak bytes per tier, of the rank (training process) with the highest.",
+    )
+    lower_bounds: LowerBounds = Field(
+        default=LowerBounds(),
+        description=(
+            "For each kind of memory that an attempt ran out of: the limit that was not enough, and the prediction."
+        ),
+    )
+    pod: ObservedPod | None = Field(
+        default=None, description="Observed memory use of pods. It can lower the memory requests of later pods."
+    )
+    count: Count = Field(default=0, description="Number of attempts that were observed.")
     attempt: Annotated[str, Field(max_length=63)] = Field(
-        default="", description="The last of them, as <job>-<attempt>."
+        default="", description="Attempt that was observed last, as <job>-<number of the attempt>."
     )
     last_attempts: tuple[Annotated[str, Field(max_length=63)], ...] = Field(
-        default=(), max_length=64, description="The last of each job, newest last; at most 64 jobs."
+        default=(),
+        max_length=64,
+        description=(
+            "For each job the attempt that was observed last, as <job>-<number of the attempt>, newest last; at "
+            "most 64 jobs."
+        ),
     )
-    observed_time: Moment | None = Field(default=None, description="When it was last observed.")
+    observed_time: Moment | None = Field(default=None, description="When an attempt was last observed.")
     clamped: Flag = Field(
-        default=False, description="A reported figure was implausible (not 0.25 to 4 times the planned) and was cut."
+        default=False,
+        description=(
+            "Whether any reported figure was implausible (outside 0.25 to 4 times the planned figure, or more "
+            "than the whole pod used) and was cut to the nearest plausible value."
+        ),
     )
 
 

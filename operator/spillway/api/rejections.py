@@ -14,8 +14,8 @@ from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem
 
 NOT_YET = {
-    "checkpoint.resume": "does not work in a run yet; use OwnOnly, and a fresh --output for a fresh start",
-    "command": "does not work yet; describe the run in model, data and training",
+    "checkpoint.resume": "Never does not work yet; use OwnOnly, and to start at step 0 give another --output or create "
+    "a new job",
 }
 """Fields that no run honours, each with what works instead. The CRD refuses them, too."""
 
@@ -28,9 +28,10 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
     smallest = MIN_TEXT_VOCABULARY + masked
     found = [
         (_drops_in_llama_with_lora(spec.model), "spec.model.config.dropout",
-         "llama with lora is that of transformers, which has none; leave it out"),
+         "with model.lora, llama is the implementation of transformers, which has no dropout; leave it out"),
         (sizes is not None and sizes.vocab_size < smallest, "spec.model.config.vocabSize",
-         f"at least {smallest} for text: a token for every byte, and the end of text{', and the mask' * masked}"),
+         f"must be at least {smallest} for text: one token for each byte, one for the end of "
+         f"text{', and one for the mask' * masked}"),
     ]  # fmt: skip
     return [*_refused(found, job), *_refused_fields(NOT_YET, job), *problems_of(job)]
 
@@ -39,13 +40,13 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
     """Fields that `plan` understands and an attempt in a cluster cannot honour yet, each with what works instead."""
     strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.advanced.optimizer
     divides = strategy.startswith("Zero")
-    on_devices = job.spec.parallelism.device == "Cuda" and job.spec.parallelism.world_size > 1
+    on_devices = job.spec.parallelism.device == "Cuda" and job.spec.num_ranks > 1
     found = [
         (divides and optimizer.overlap == "Forward", "spec.memory.advanced.optimizer.overlap",
          f"does not work with parallelism.strategy: {strategy}; use None or Auto, or strategy Fsdp"),
         (divides and model.lora, "spec.model.lora",
-         f"does not work with parallelism.strategy: {strategy}, which shards only models trained as a "
-         "whole; use Ddp or Fsdp"),
+         f"does not work with parallelism.strategy: {strategy}, which needs all parameters to be trained; use Ddp or "
+         f"Fsdp"),
         (on_devices and strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
          "runs on CPUs only so far; use Ddp on Cuda devices (`spillway plan` compares all strategies)"),
     ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, Strict
+from pydantic import Field, JsonValue, Strict, WithJsonSchema
 
 from spillway.api.field_types import LIST_BY_NAME, Count, Name, Quantity, Text, Written
 
@@ -22,203 +22,363 @@ NodeName = Annotated[str, Field(min_length=1, max_length=253)]
 
 
 class Condition(Written):
-    """As metav1.Condition."""
+    """A condition of the job, in the form of metav1.Condition of Kubernetes."""
 
-    type: Annotated[str, Field(min_length=1, max_length=63)] = Field(description="Accepted, Planned, Running, ...")
+    type: Annotated[str, Field(min_length=1, max_length=63)] = Field(
+        description="Type of the condition: Accepted, Planned, Running, ... (docs/conditions.md)."
+    )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
     reason: Annotated[str, Field(max_length=63)] = Field(
-        default="", description="Reason in CamelCase (docs/conditions.md)."
+        default="",
+        description="Why the condition has its status, in one CamelCase word for programs (docs/conditions.md).",
     )
-    message: Annotated[str, Field(max_length=2048)] = Field(default="", description="Explanation for people.")
-    observed_generation: Count = Field(default=0, description="Generation of the spec it describes.")
-    last_transition_time: Time | None = Field(default=None, description="When status last changed.")
+    message: Annotated[str, Field(max_length=2048)] = Field(
+        default="", description="Why the condition has its status, for people."
+    )
+    observed_generation: Count = Field(default=0, description="Generation of the spec that the condition describes.")
+    last_transition_time: Time | None = Field(default=None, description="When the condition's status last changed.")
 
 
 class TierQuantities(Written):
     """Bytes per tier."""
 
-    device: Quantity | None = Field(default=None, description="Of each device, bytes.")
-    host: Quantity | None = Field(default=None, description="Of host memory, bytes per rank.")
-    nvme: Quantity | None = Field(default=None, description="Of NVMe, bytes per rank.")
+    device: Quantity | None = Field(
+        default=None, description="Bytes on one device: as planned for each, or the highest that was measured."
+    )
+    host: Quantity | None = Field(
+        default=None,
+        description="Bytes of host memory of one rank (training process): as planned for each, or the highest that was "
+        "measured.",
+    )
+    nvme: Quantity | None = Field(
+        default=None,
+        description="Bytes on NVMe of one rank (training process): as planned for each, or the highest that was "
+        "measured.",
+    )
+
+
+class _NodeQuantities(Written):
+    """Free bytes of a node, per tier."""
+
+    device: Quantity | None = Field(default=None, description="Free bytes of each device.")
+    host: Quantity | None = Field(default=None, description="Free bytes of the node's host memory.")
+    nvme: Quantity | None = Field(default=None, description="Free bytes of the node's disk for spilling.")
 
 
 class ProfileEvidence(Written):
-    """What was observed before of the same model under the same plan."""
+    """What earlier attempts of the same model under the same plan needed."""
 
-    profile: Annotated[str, Field(max_length=253)] = Field(default="", description="Name of the MemoryProfile.")
-    peak: TierQuantities | None = Field(default=None, description="Largest recorded peak per tier and rank.")
-    message: Text = Field(default="", description="Summary for people.")
-    pod_memory: Quantity | None = Field(
-        default=None, description="Peak of earlier pods in bytes, if podMemory is based on it."
+    profile: Annotated[str, Field(max_length=253)] = Field(
+        default="", description="Name of the MemoryProfile with the observations."
     )
-    runs: Count = Field(default=0, description="Number of runs podMemory is based on; 0: none, it was computed.")
+    peak: TierQuantities | None = Field(
+        default=None, description="Largest observed peak of any rank (training process), per tier."
+    )
+    message: Text = Field(default="", description="The observations in words, for people.")
+    pod_memory: Quantity | None = Field(
+        default=None,
+        description="Peak memory of earlier pods, bytes. Set only if status.plan.podMemory is based on it.",
+    )
+    runs: Count = Field(
+        default=0,
+        description="Number of earlier runs that status.plan.podMemory is based on. 0: it was computed from the plan.",
+    )
 
 
 class PlanStatus(Written):
-    """The plan of the present attempt, where it should run, and why."""
+    """The plan of the current attempt, where the attempt should run, and why."""
 
     config_map: Annotated[str, Field(max_length=253)] = Field(
-        default="", description="ConfigMap with job.json and plan.json."
+        default="",
+        description="ConfigMap of the current attempt. It contains the trainer's input: job.json and plan.json.",
     )
-    node: Short = Field(default="", description="Node class the plan is made for.")
-    device: Literal["", "Cpu", "Cuda"] = Field(default="", description="Kind of device the plan is made for.")
-    summary: Text = Field(default="", description="Summary of the plan for people.")
-    bytes: TierQuantities | None = Field(default=None, description="Planned peak per tier.")
+    node: Short = Field(default="", description="Class of nodes (kind of hardware) that the plan is made for.")
+    device: Literal["", "Cpu", "Cuda"] = Field(default="", description="Kind of device that the plan is made for.")
+    summary: Text = Field(default="", description="The plan and its reasons in words, for people.")
+    bytes: TierQuantities | None = Field(
+        default=None, description="Peak bytes that the plan predicts, per tier (device memory, host memory, NVMe)."
+    )
     pod_memory: Quantity | None = Field(default=None, description="Memory request and limit of each pod, bytes.")
     activations: Quantity | None = Field(
         default=None,
-        description="Planned bytes of activations in each rank's spill file; absent if they cannot move.",
+        description=(
+            "Bytes of each rank's spill file (on NVMe) that the plan uses for activations. Absent if activations "
+            "cannot move to host memory while the job runs (memory.advanced.activations.hostReserve)."
+        ),
     )
-    step_seconds: Short = Field(default="", description="Predicted seconds per step.")
+    step_seconds: Short = Field(default="", description="Predicted seconds per optimizer step.")
     calibrated: bool = Field(
         default=False,
-        description="Whether stepSeconds is based on rates measured on such nodes instead of the catalog.",
+        description=(
+            "Whether stepSeconds is based on rates that were measured on nodes of this class, instead of rates "
+            "from Spillway's hardware catalog."
+        ),
     )
     nodes: tuple[NodeName, ...] = Field(
         default=(), max_length=16, description="Preferred nodes, most preferred first; at most 16."
     )
-    reason: Text = Field(default="", description="Why these nodes, with the deciding figure.")
-    headroom: TierQuantities | None = Field(
+    reason: Text = Field(default="", description="Why the nodes in `nodes` are preferred, with the deciding figure.")
+    headroom: Annotated[TierQuantities, WithJsonSchema(_NodeQuantities.model_json_schema())] | None = Field(
         default=None,
-        description="Free bytes of the preferred node in each tier, without what other jobs have reserved there.",
+        description=(
+            "Free bytes of the most preferred node, per tier, when the attempt was planned. Memory that other "
+            "jobs have reserved there does not count as free."
+        ),
     )
-    metrics_age: Short = Field(default="", description="Age of the metrics used, for display: 4s.")
-    metrics_source: Short = Field(default="", description="Source of the metrics: Prometheus, Scrape, or empty.")
+    metrics_age: Short = Field(
+        default="",
+        description=(
+            "How old the memory metrics were that the choice of nodes is based on, as text, for example 4s. Empty "
+            "without metrics."
+        ),
+    )
+    metrics_source: Short = Field(
+        default="",
+        description=(
+            "Source of the memory metrics that the choice of nodes is based on. Prometheus, or Scrape: the "
+            "operator reads the node exporters itself. Empty: no source is configured."
+        ),
+    )
     gang: Literal["", "Queue", "Yield"] = Field(
         default="",
         description=(
-            "How all pods start or none. Queue: the queue admits them together. Yield: an attempt that gets nodes"
-            " for only some pods releases them. Empty: one pod, or scheduling.gang is Disabled."
+            "How the attempt gets nodes for all its pods or for none. Queue: the queue admits all pods together. "
+            "Yield: an attempt that gets nodes for only some of its pods releases them. Empty: the job has one "
+            "pod, or scheduling.gang is Disabled."
         ),
     )
-    observed: ProfileEvidence | None = Field(default=None, description="What earlier attempts of this model showed.")
-    image: Text = Field(default="", description="Trainer image of the attempt.")
+    observed: ProfileEvidence | None = Field(
+        default=None, description="What earlier attempts of this model and plan used. Absent if there were none."
+    )
+    image: Text = Field(default="", description="Trainer image of the current attempt.")
 
 
 class Progress(Written):
-    """How far it is; written at most every 15 s."""
+    """How far training has come; written at most every 15 s."""
 
-    step: Count = Field(default=0, description="Optimizer steps completed; of a sweep, by all members together.")
-    steps: Count = Field(
-        default=0, description="Optimizer steps the job asks for; of a sweep, those of members still training."
+    step: Count = Field(
+        default=0, description="Number of optimizer steps completed; in a sweep, by all members together."
     )
-    display: Short = Field(default="", description="Share of steps done, for display: 42%.")
+    steps: Count = Field(
+        default=0,
+        description=(
+            "Number of optimizer steps that the job trains in total. In a sweep: the steps of all members "
+            "together; of a member that was stopped or failed, only those that it completed."
+        ),
+    )
+    display: Short = Field(default="", description="Share of the steps that is completed, as text, for example 42%.")
     loss: Short = Field(default="", description="Training loss of the last step.")
-    tokens_per_second: Short = Field(default="", description="Tokens per second, all ranks.")
-    eta: Short = Field(default="", description="Time left, for display: 3h12m.")
-    last_step_time: Time | None = Field(default=None, description="When the last step ended.")
+    tokens_per_second: Short = Field(
+        default="", description="Tokens per second in the last step, of all ranks together."
+    )
+    eta: Short = Field(default="", description="Estimated time until the last step, as text, for example 3h12m.")
+    last_step_time: Time | None = Field(
+        default=None,
+        description="When the last step ended, by the trainer's clock. Absent until the current attempt has reported.",
+    )
     advance_time: Time | None = Field(
-        default=None, description="When the operator received this step; lifecycle.stallSeconds counts from here."
+        default=None,
+        description="When the operator was told of the last new step; lifecycle.stallSeconds counts from this time.",
     )
 
 
 class MemoryStatus(Written):
-    """Measured peaks, of the rank with the highest."""
+    """Measured peaks of the rank with the highest."""
 
-    device: Short = Field(default="", description="Peak and budget of the device, for display: 71Gi/80Gi.")
-    spilled: Short = Field(default="", description="Bytes outside the device, for display.")
-    peak: TierQuantities | None = Field(default=None, description="Measured peak per tier.")
+    device: Short = Field(
+        default="", description="Peak memory use of a device, and its budget, as text, for example 71Gi/80Gi."
+    )
+    spilled: Short = Field(
+        default="", description="Peak bytes of a rank in host memory and on NVMe, added up, as text, for example 41Mi."
+    )
+    peak: TierQuantities | None = Field(
+        default=None,
+        description=(
+            "Measured peak bytes of the attempt so far, per tier, of the rank (training process) with the highest."
+        ),
+    )
     activations: Quantity | None = Field(
         default=None,
         description=(
-            "Bytes of each rank's spill file that activations may use after the last live correction; with mode "
-            "Advise, what Auto would allow. Absent if they cannot move."
+            "Bytes of each rank's spill file (on NVMe) that activations may use now. The operator lowers this "
+            "figure while the attempt runs if other programs fill the spill volume (a live correction). With mode "
+            "Advise nothing is lowered, and this is what Auto would allow. Absent if activations cannot move to "
+            "host memory."
         ),
     )
-    correction: Text = Field(default="", description="What the last live correction of the attempt did, and why.")
+    correction: Text = Field(
+        default="",
+        description=(
+            "What the last live correction of the attempt (see status.memory.activations) changed, and why. With "
+            "mode Advise: what Auto would have changed. Empty if there was none."
+        ),
+    )
 
 
 class CheckpointStatus(Written):
-    step: Count = Field(default=0, description="Step of the last committed checkpoint.")
-    epoch: Count = Field(default=0, description="Attempt that wrote it.")
-    path: Text = Field(default="", description="Its directory on the claim.")
-    time: Time | None = Field(default=None, description="When it was committed.")
+    step: Count = Field(
+        default=0, description="Number of optimizer steps after which the last committed checkpoint was written."
+    )
+    epoch: Count = Field(default=0, description="Number of the attempt that wrote the last committed checkpoint.")
+    path: Text = Field(
+        default="",
+        description=(
+            "Path of the last committed checkpoint inside the pods, where checkpoint.claim is mounted at /checkpoints."
+        ),
+    )
+    time: Time | None = Field(default=None, description="When the last committed checkpoint was committed.")
 
 
 class FaultyNode(Written):
     node: Annotated[str, Field(max_length=253)] = Field(description="Name of the node.")
-    reason: Short = Field(default="", description="Why the attempt on it ended.")
-    time: Time = Field(description="When it ended.")
+    reason: Short = Field(default="", description="Why the attempt that failed on this node ended.")
+    time: Time = Field(description="When the attempt that failed on this node ended.")
 
 
 class Attempts(Written):
-    total: AttemptNumber = Field(default=0, description="Number of attempts, which is the number of the current one.")
-    ended: AttemptNumber = Field(default=0, description="Number of the last attempt that has ended and was recorded.")
-    restarts: Count = Field(default=0, description="Restarts that count against lifecycle.maxRestarts.")
-    disruptions: Count = Field(
-        default=0, description="Attempts ended by disruptions: lost nodes, deleted pods or Jobs, preemptions."
+    total: AttemptNumber = Field(
+        default=0, description="Number of attempts so far. It is also the number of the newest attempt."
     )
-    memory_errors: Count = Field(default=0, description="Attempts that ended because memory ran out.")
-    last_reason: Short = Field(default="", description="Why the last attempt ended.")
+    ended: AttemptNumber = Field(default=0, description="Number of the most recently ended attempt.")
+    restarts: Count = Field(default=0, description="Number of restarts that count against lifecycle.maxRestarts.")
+    disruptions: Count = Field(
+        default=0,
+        description="Number of attempts ended by disruptions, such as lost nodes, deleted pods or Jobs, "
+        "and preemptions.",
+    )
+    memory_errors: Count = Field(default=0, description="Number of attempts that ended because memory ran out.")
+    last_reason: Short = Field(
+        default="", description="Why the most recently ended attempt ended, in one CamelCase word (docs/conditions.md)."
+    )
     last_node: Annotated[str, Field(max_length=253)] = Field(
-        default="", description="Node of the pod that ended the last attempt."
+        default="",
+        description="Node of the pod that made the most recently ended attempt end. Empty if no single pod did.",
     )
     faulty_nodes: Annotated[tuple[FaultyNode, ...], Field(max_length=MOST_FAULTY_NODES)] | None = Field(
         default=None,
-        description="Nodes that this job avoids for a day: a device or drive failed, or two attempts in a row crashed.",
+        description=(
+            "Nodes that this job avoids for a day, because a device or drive failed there, or because two "
+            "attempts in a row crashed there."
+        ),
     )
-    last_rank: Count | None = Field(default=None, description="Rank that failed first in the last attempt.")
-    start_time: Time | None = Field(default=None, description="When the current attempt began.")
-    end_time: Time | None = Field(default=None, description="When the last attempt ended.")
+    last_rank: Count | None = Field(
+        default=None,
+        description=(
+            "Rank (training process) that failed first in the most recently ended attempt. Absent if it is not known."
+        ),
+    )
+    start_time: Time | None = Field(default=None, description="When the newest attempt was started.")
+    end_time: Time | None = Field(default=None, description="When the most recently ended attempt ended.")
     pending_time: Time | None = Field(
-        default=None, description="When the job began to wait for all pods of an attempt to run."
+        default=None,
+        description=(
+            "When the job began to wait for all pods of an attempt to run. Absent while the job does not wait for this."
+        ),
     )
-    active_time: Time | None = Field(default=None, description="When all pods of the current attempt first ran.")
-    active_seconds: Count = Field(default=0, description="Seconds that the pods of ended attempts ran.")
-    last_active_seconds: Count = Field(default=0, description="Seconds that the pods of the last ended attempt ran.")
+    active_time: Time | None = Field(
+        default=None,
+        description="When all pods of the current attempt first ran. Absent until then, and between attempts.",
+    )
+    active_seconds: Count = Field(
+        default=0,
+        description=(
+            "Seconds that all ended attempts ran, added up. An attempt runs from when all its pods run until it ends."
+        ),
+    )
+    last_active_seconds: Count = Field(
+        default=0,
+        description="Seconds that the most recently ended attempt ran, from when all its pods ran until it ended.",
+    )
     short_in_a_row: Count = Field(
         default=0,
-        description="Consecutive attempts that ended within 10 minutes; each doubles the pause before the next.",
+        description=(
+            "Number of attempts in a row that ended within 10 minutes of their start. From the second on the "
+            "operator pauses before the next attempt: 1 second, then twice as long each time, at most 5 minutes."
+        ),
     )
 
 
 class Escalation(Written):
-    """Memory ran out, and what that changes."""
+    """An attempt that ran out of memory, and what the next attempt does differently."""
 
-    attempt: Count = Field(description="Attempt that ended.")
-    reason: Short = Field(default="", description="Why it ended.")
-    change: Text = Field(default="", description="What the next attempt does differently.")
+    attempt: Count = Field(description="Number of the attempt that ran out of memory.")
+    reason: Short = Field(
+        default="", description="Kind of memory error that ended the attempt, for example DeviceOutOfMemory."
+    )
+    change: Text = Field(
+        default="",
+        description="What the next attempt does differently; with mode Advise, what Auto would do differently.",
+    )
 
 
 class MemberStatus(Written):
     name: Name = Field(description="Name of the member.")
-    step: Count = Field(default=0, description="Its optimizer steps.")
+    step: Count = Field(default=0, description="Number of optimizer steps that this member has completed.")
     steps: Count = Field(
-        default=0, description="Optimizer steps that this member is to train; a round of halving may stop it earlier."
+        default=0,
+        description=(
+            "Number of optimizer steps that this member is to train; a round of successive halving may stop it earlier."
+        ),
     )
-    loss: Short = Field(default="", description="Its last loss.")
-    objective: Short = Field(default="", description="Its newest value of objective.metric.")
-    state: Short = Field(default="", description="For display: Running, Parked, Stopped, Complete or Failed.")
-    message: Text = Field(default="", description="Why it was stopped, or failed.")
+    loss: Short = Field(default="", description="Training loss of this member's last step.")
+    objective: Short = Field(default="", description="This member's newest value of spec.objective.metric.")
+    state: Short = Field(
+        default="",
+        description=(
+            "For display. Running; Parked: it waits for its turn on a device, or for other members; Stopped: by a "
+            "round of successive halving; Complete; Failed."
+        ),
+    )
+    message: Text = Field(default="", description="Why the member was stopped, or failed. Empty otherwise.")
 
 
 class TrainingJobStatus(Written):
-    """What was observed and decided."""
+    """What the operator observed and decided. An attempt is one start of the job's pods; a rank is one training
+    process."""
 
-    observed_generation: Count = Field(default=0, description="Generation of the spec the status describes.")
-    state: Short = Field(default="", description="For display: Queued, Running, Suspended, Complete, Failed, ...")
+    observed_generation: Count = Field(default=0, description="Generation of the spec that this status describes.")
+    state: Short = Field(
+        default="",
+        description="State of the job in one word, for example Queued, Running, Suspended, Complete, Failed.",
+    )
     conditions: tuple[Condition, ...] = Field(
         default=(), max_length=32, description="Conditions of the job.", json_schema_extra=LIST_BY_TYPE
     )
-    plan: PlanStatus | None = Field(default=None, description="The plan of the present attempt.")
+    plan: PlanStatus | None = Field(
+        default=None, description="The plan of the current attempt, which nodes it prefers, and why."
+    )
     progress: Progress | None = Field(default=None, description="Progress of the training.")
-    memory: MemoryStatus | None = Field(default=None, description="Measured memory.")
-    checkpoint: CheckpointStatus | None = Field(default=None, description="The last committed checkpoint.")
-    attempts: Attempts | None = Field(default=None, description="Attempts and restarts.")
+    memory: MemoryStatus | None = Field(default=None, description="Measured memory use of the training processes.")
+    checkpoint: CheckpointStatus | None = Field(default=None, description="The last checkpoint that was committed.")
+    attempts: Attempts | None = Field(
+        default=None,
+        description=(
+            "Number and history of attempts. An attempt is one start of the job's pods; after a failure the "
+            "operator starts another one."
+        ),
+    )
     inherited: Annotated[tuple[Short, ...], Field(max_length=16)] = Field(
-        default=(), description="Fields of spec that the current attempt has from the OperatorConfig."
+        default=(),
+        description=(
+            "Fields of spec whose values the current attempt takes from the OperatorConfig, for example pod.image."
+        ),
     )
     escalations: tuple[Escalation, ...] = Field(
         default=(),
         max_length=MOST_ESCALATIONS,
         description=(
-            "Attempts that ran out of memory, and what the next attempt changed; with mode Advise, what Auto "
-            "would change."
+            "Attempts that ran out of memory, and what the next attempt did differently; with mode Advise, what "
+            "Auto would do differently."
         ),
     )
     members: tuple[MemberStatus, ...] = Field(
-        default=(), max_length=64, description="Members of a sweep.", json_schema_extra=LIST_BY_NAME
+        default=(),
+        max_length=64,
+        description="Members of a sweep, as listed in spec.members or made by spec.search.",
+        json_schema_extra=LIST_BY_NAME,
     )
-    best_member: Annotated[str, Field(max_length=63)] = Field(default="", description="The best member so far.")
-    start_time: Time | None = Field(default=None, description="When the first attempt started.")
+    best_member: Annotated[str, Field(max_length=63)] = Field(
+        default="", description="Name of the member that is the best so far, by spec.objective. Empty without members."
+    )
+    start_time: Time | None = Field(default=None, description="When the first attempt of the job started.")
     completion_time: Time | None = Field(default=None, description="When the job completed or failed.")

@@ -15,17 +15,19 @@ class ParameterGroup(Fields):
 
     match: Name = Field(
         description=(
-            "Glob over parameter names as in the checkpoints: * any characters, ? one, [ab] one of these. The "
-            "first matching group applies."
+            "Pattern for the names of parameters as they are in checkpoints: * matches any characters, ? one "
+            "character, [ab] an a or a b. A parameter belongs to the first group that matches its name."
         )
     )
     learning_rate_factor: Annotated[Number, Field(gt=0.0, le=1000.0)] = Field(
-        default=1.0, description="Learning rate of the group, as a multiple of the schedule's."
+        default=1.0, description="Factor by which the schedule's learning rate is multiplied for this group."
     )
     weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
         default=None,
-        description="Weight decay of the group, also of its vectors (biases, norm weights). Default: the optimizer's, "
-        "and 0 for vectors.",
+        description=(
+            "Weight decay of the group, including its vectors (biases, norm weights). Default: "
+            "training.optimizer.weightDecay for matrices, 0 for vectors."
+        ),
     )
 
 
@@ -35,30 +37,34 @@ class Optimizer(Fields):
     name: Literal["AdamW", "Adam", "SgdMomentum", "Lion"] = Field(
         default="AdamW",
         description=(
-            "Algorithm. AdamW and Lion decouple weightDecay from the gradient; Adam and SgdMomentum add it to the"
-            " gradient."
+            "Optimizer algorithm. AdamW and Lion decouple weight decay from the gradient; Adam and SgdMomentum "
+            "add it to the gradient."
         ),
     )
-    learning_rate: Annotated[Number, Field(gt=0.0, le=10.0)] = Field(default=3e-4, description="Peak learning rate.")
+    learning_rate: Annotated[Number, Field(gt=0.0, le=10.0)] = Field(
+        default=3e-4, description="Peak learning rate, which is reached after the warm-up."
+    )
     # Their defaults depend on the name: none here, where an API server would write them down for another.
     betas: Annotated[tuple[Annotated[Number, Field(lt=1.0)], ...], Field(min_length=2, max_length=2)] | None = Field(
         default=None,
         description=(
-            "Decay rates. AdamW, Adam: of the two moments; default 0.9 and 0.95. Lion: of the update and of the "
-            "momentum; default 0.9 and 0.99."
+            "Decay rates of the optimizer's moving averages. AdamW and Adam: those of the two moments. Lion: "
+            "those of the update and of the momentum. Default: 0.9 and 0.95 for AdamW and Adam, 0.9 and 0.99 for "
+            "Lion."
         ),
     )
     eps: Epsilon | None = Field(
-        default=None, description="AdamW, Adam: added to the root of the second moment; default 1e-8."
+        default=None,
+        description="AdamW and Adam only: number added to the square root of the second moment. Default: 1e-8.",
     )
     momentum: Annotated[Number, Field(lt=1.0)] | None = Field(
-        default=None, description="SgdMomentum: momentum coefficient; default 0.9."
+        default=None, description="SgdMomentum only: momentum coefficient. Default: 0.9."
     )
     weight_decay: Annotated[Number, Field(le=10.0)] | None = Field(
         default=None,
         description=(
-            "Weight decay of matrices; vectors do not decay. Default: 0.1 for AdamW and Lion, 0 for Adam and "
-            "SgdMomentum."
+            "Weight decay of matrices. Vectors (biases, norm weights) do not decay, unless an entry of groups "
+            "says otherwise. Default: 0.1 for AdamW and Lion, 0 for Adam and SgdMomentum."
         ),
     )
     moments: Literal["float32", "bfloat16", "int8"] = Field(
@@ -66,12 +72,15 @@ class Optimizer(Fields):
         description="Type in which the optimizer's moments (AdamW, Adam: two; SgdMomentum, Lion: one) are stored "
         "between updates. Updates are computed in float32, and masters are always float32. bfloat16 needs half the "
         "bytes, int8 a quarter (codes, and a float32 scale for every 256 values). Each type gives different results. "
-        "int8 needs CPU devices and strategy Ddp.",
+        "int8 needs strategy Ddp.",
     )
     groups: tuple[ParameterGroup, ...] = Field(
         default=(),
         max_length=64,
-        description="Parameters with their own learning rate or weight decay. Each group must match at least one.",
+        description=(
+            "Groups of parameters with a learning rate or weight decay of their own. Each group must match at "
+            "least one trained parameter."
+        ),
     )
 
     @property
@@ -93,7 +102,7 @@ class Optimizer(Fields):
     @model_validator(mode="after")
     def _only_its_own(self) -> Self:
         others = [name for name in RULE_FIELDS if name not in self.rule.defaults and getattr(self, name) is not None]
-        refuse([(name, f"{self.name} has none; leave it out") for name in others])
+        refuse([(name, f"{self.name} does not use it; leave it out") for name in others])
         return self
 
     @model_validator(mode="after")
@@ -102,29 +111,37 @@ class Optimizer(Fields):
         betas = (self.betas or (0.0,))[-len(self.rule.moments) :]  # Lion's first is of no mean that is kept
         kept = {"betas": max(betas), "momentum": self.momentum or 0.0}
         why = (
-            f"a mean that keeps more than {most} of itself a step cannot shrink in {self.moments}, where what it would "
-            "lose is rounded away; lower it, or use moments: float32"
+            f"too large for moments: {self.moments}. With a decay rate above {most}, rounding cancels every decrease "
+            f"of the moving average; lower the rate, or use moments: float32"
         )
         refuse([(name, why) for name, value in kept.items() if value > most])
         return self
 
 
 MOST_STEPS = 10**12
-ONE_WARM_UP = "warmupSteps says it already; give one of the two"
+ONE_WARM_UP = "schedule.warmupSteps is set, too; give one of the two"
 
 
 class Schedule(Fields):
-    """Learning rate over the steps: a linear warm-up, then a fall to finalFraction of the peak."""
+    """Learning rate over the steps: a linear warm-up, then a decrease to finalFraction of the peak."""
 
-    name: Literal["Cosine", "Linear", "Constant"] = Field(default="Cosine", description="Shape after the warm-up.")
-    warmup_steps: Count = Field(default=0, description="Steps of linear warm-up.")
+    name: Literal["Cosine", "Linear", "Constant"] = Field(
+        default="Cosine", description="Shape of the learning rate after the warm-up."
+    )
+    warmup_steps: Count = Field(
+        default=0, description="Number of steps over which the learning rate rises linearly to its peak."
+    )
     warmup_ratio: Fraction | None = Field(
         default=None,
         exclude_if=lambda given: given is None,
-        description="The same as a share of all steps, rounded up. Default: warmupSteps decides.",
+        description=(
+            "Length of the linear warm-up as a share of all steps; the number of steps is rounded up. Set either "
+            "warmupRatio or warmupSteps. Default: none; warmupSteps is used."
+        ),
     )
     final_fraction: Fraction = Field(
-        default=0.1, description="Learning rate of the last step as a fraction of the peak; Constant ignores it."
+        default=0.1,
+        description="Learning rate of the last step as a fraction of the peak. Constant ignores this field.",
     )
 
     @model_validator(mode="after")
@@ -135,7 +152,7 @@ class Schedule(Fields):
 
 def _power_of_two(value: int) -> int:
     if value & (value - 1):
-        raise ValueError("a power of two is needed, for example 65536: it must change exponents only")
+        raise ValueError("must be a power of two, for example 65536, so that scaling changes only exponents")
     return value
 
 
@@ -143,69 +160,99 @@ Scale = Annotated[Positive, Field(le=1 << 24), AfterValidator(_power_of_two)]
 
 
 class LossScale(Fields):
-    """What the loss is multiplied by before backward, so that small gradients survive float16. It halves after a step
-    whose gradients are not finite, which is left out."""
+    """Factor by which the loss is multiplied before backward, so that small gradients do not vanish in float16. The
+    factor is halved after a step with gradients that are not finite; that step changes no parameters.
+    """
 
-    initial: Scale = Field(default=65536, description="Initial loss scale; a power of two.")
+    initial: Scale = Field(default=65536, description="Loss scale of the first step; a power of two.")
     growth_interval: Positive = Field(
-        default=2000, description="Consecutive steps with finite gradients after which the scale doubles."
+        default=2000,
+        description="Number of consecutive steps with finite gradients after which the loss scale doubles.",
     )
     minimum: Scale = Field(
         default=1,
-        description="Smallest scale, a power of two. Gradients that are not finite at this scale fail the job.",
+        description="Smallest loss scale; a power of two. If gradients are not finite at this scale, the job fails.",
     )
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        refuse([("minimum", f"at most initial ({self.initial})")] if self.minimum > self.initial else [])
+        refuse(
+            [("minimum", f"must be at most lossScale.initial ({self.initial})")] if self.minimum > self.initial else []
+        )
         return self
 
 
 class EarlyStopping(Fields):
-    """An end before the last step."""
+    """Early stopping."""
 
     patience: Positive = Field(
-        description="Evaluations in a row without improvement after which training ends; the job is then Complete."
+        description=(
+            "Number of evaluations in a row without improvement after which training ends; the job is then Complete."
+        )
     )
     min_delta: Number = Field(
-        default=0.0, description="An improvement is lower than the lowest evaluation loss so far by more than this."
+        default=0.0,
+        description="An evaluation counts as an improvement if its loss is lower than the lowest so far "
+        "by more than this.",
     )
 
 
 class Training(Fields):
-    """How it is trained. The result depends on these fields and on nothing in memory or parallelism."""
+    """How the model is trained. The result depends on these fields, and on no field of memory or parallelism."""
 
-    steps: Positive | None = Field(default=None, description="Optimizer steps to train; or epochs.")
+    steps: Positive | None = Field(
+        default=None, description="Number of optimizer steps to train. Set either steps or epochs."
+    )
     epochs: Annotated[Positive, Field(le=1_000_000)] | None = Field(
         default=None,
         exclude_if=lambda given: given is None,  # job.json as every version before knows it
-        description="Instead of steps: how often each sequence is trained on. The last step may begin another epoch.",
+        description=(
+            "Number of times that each sequence is trained on. Set either epochs or steps. To fill its batch, the "
+            "last step may train on some sequences once more."
+        ),
     )
-    sequence_length: Annotated[Positive, Field(ge=2, le=1 << 24)] = Field(description="Tokens per sequence.")
+    sequence_length: Annotated[Positive, Field(ge=2, le=1 << 24)] = Field(description="Number of tokens per sequence.")
     global_batch_size: Annotated[Positive, Field(le=1 << 24)] = Field(
-        description="Sequences per optimizer step, over all devices and micro-batches."
+        description="Number of sequences per optimizer step, summed over all devices and micro-batches."
     )
     micro_batch_size: Annotated[Positive, Field(le=1 << 20)] = Field(
-        default=1, description="Sequences per device in one forward and backward. Results differ only by rounding."
+        default=1,
+        description=(
+            "Number of sequences per device in one forward and backward pass. Another value changes the results "
+            "by rounding only."
+        ),
     )
     seed: Count = Field(default=0, description="Seed of initialisation, data order and dropout.")
-    gradient_clipping: Number = Field(default=1.0, description="Largest norm of the gradients; 0 = no clipping.")
+    gradient_clipping: Number = Field(
+        default=1.0,
+        description=(
+            "Largest norm of all gradients together. If their norm is larger, they are scaled down to it. 0 = no "
+            "clipping."
+        ),
+    )
     non_finite: Literal["SkipStep", "Fail"] = Field(
         default="SkipStep",
         description=(
-            "What happens when gradients are not finite: skip the step, or fail the job. With float16 and a "
-            "finite loss the step is skipped and the loss scale lowered, until the scale is at its minimum."
+            "What happens when the loss or the gradients are not finite. SkipStep: the step's update is skipped. "
+            "Fail: the job fails. With float16, gradients that are not finite although the loss is finite always "
+            "skip the step and halve the loss scale; if the loss scale is already at its minimum, the job fails."
         ),
     )
     loss_scale: LossScale | None = Field(
-        default=None, description="Loss scaling; only with model.precision.compute: float16. Default: starts at 65536."
+        default=None,
+        description=(
+            "Loss scaling. Allowed only with model.precision.compute: float16. Default: the loss scale starts at 65536."
+        ),
     )
-    optimizer: Optimizer = Field(default=Optimizer(), description="Optimizer.")
-    schedule: Schedule = Field(default=Schedule(), description="Learning rate over the steps.")
+    optimizer: Optimizer = Field(default=Optimizer(), description="Optimizer and its settings.")
+    schedule: Schedule = Field(default=Schedule(), description="How the learning rate changes over the steps.")
     early_stopping: EarlyStopping | None = Field(
         default=None,
         exclude_if=lambda given: given is None,  # job.json as every version before knows it
-        description="End training when the evaluation loss no longer falls. Needs data.evaluation. Default: never.",
+        description=(
+            "Ends training when the evaluation loss no longer falls. Needs data.evaluation. Default: training "
+            "never ends early."
+        ),
     )
 
     @model_validator(mode="after")

@@ -57,8 +57,8 @@ def measured_step(attempts: Sequence[Sequence[StepMetrics]]) -> MeasuredStep:
     steps = [step for attempt in attempts for step in attempt[WARM_UP_STEPS:] if not step.skipped]
     if len(steps) < LEAST_STEPS:
         raise UserError(
-            f"{len(steps)} steps are left without the first {WARM_UP_STEPS} of each attempt and those that were "
-            f"skipped; {LEAST_STEPS} are needed: train longer"
+            f"only {len(steps)} steps count, because the first {WARM_UP_STEPS} of each attempt and skipped steps do "
+            f"not; {LEAST_STEPS} are needed, so train longer"
         )
     return MeasuredStep(
         num_steps=len(steps),
@@ -148,18 +148,21 @@ def not_told(work: Work, rates: Rates, overlap: Overlap) -> list[str]:
     """The rates that a run cannot correct though it used them, each with the reason."""
     told, found = _told(work, rates, overlap), []
     if told is _Told.COMPUTE_ALONE:
-        found.append("update: it ran beside forward on the same cores, and forward waited for copies or the disk, too")
+        found.append(
+            "update: the update ran on the same cores as forward, and forward also waited for copies or the disk, so "
+            "the time of the update alone is not known"
+        )
     if told is _Told.NOTHING:
         found.append(
-            "compute, update: the update ran beside backward and forward on the same cores, and these waited for "
-            "copies or the disk, too"
+            "compute, update: the update ran on the same cores as backward and forward, which also waited for copies "
+            "or the disk, so the time of each alone is not known"
         )
     if told is _Told.BY_LANE and not rates.copies_use_cores and work.get(Phase.OPTIMIZER, {}).get(DEVICE_BYTES):
-        found.append("device memory: no lane has the seconds of the device's part of the update alone")
+        found.append("device memory: the device's part of the update was not measured on its own")
     if _disk_is_shared(work):
         found.append(
-            "disk read, disk write: states were read and written at once, and activations or parameters went through "
-            "the same lanes at other times"
+            "disk read, disk write: optimizer states were read and written at the same time, and activations or "
+            "parameters used the disk at other times, so the time of reads and of writes alone is not known"
         )
     return found
 
@@ -313,7 +316,7 @@ def _solved_pair(passes: _Planned, optimizer: _Planned, took: float, update_took
 def _network(work: Work, rates: Rates, step: MeasuredStep) -> Correction | None:
     """What ranks wait for one another is part of it."""
     predicted = loads_of(work.get(Phase.EXCHANGE, {}), rates)[Resource.NETWORK]
-    seconds = step.phase_seconds.get(Phase.EXCHANGE, 0.0)
+    seconds = step.lane_seconds.get("network", 0.0) or step.phase_seconds.get(Phase.EXCHANGE, 0.0)
     if not predicted or seconds < LEAST_SHARE * step.step_seconds:
         return None
     return _correction(NETWORK, predicted, seconds)
@@ -438,8 +441,8 @@ def fitted(samples: Sequence[Sample], rates: Rates, fastest: Mapping[str, float]
             targets.append(rest / sample.seconds)
     if len(rows) < max(1, len(samples) / 2):
         raise UserError(
-            f"only {len(rows)} of {len(samples)} measurements make sense: the machine is too busy to be measured; try "
-            "again when it is idle"
+            f"only {len(rows)} of {len(samples)} measurements are plausible: the machine is too busy; try again when "
+            f"it is idle"
         )
     prices = _least_squares(rows, targets)
     flop = {name: 1.0 / fastest[name] + more for name, more in zip(types, prices, strict=False)}

@@ -137,8 +137,8 @@ def _sentence(failure: MemoryFailure, factor: float) -> str:
     what = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe space"}
     held = "memory of a pod" if failure.tier is None else f"{what[failure.tier]} of a rank"
     return (
-        f"{held} counts {factor:.2f} times: attempt {failure.attempt} ran out of {format_bytes(failure.limit_bytes)} "
-        f"where {format_bytes(failure.predicted_bytes)} were predicted"
+        f"predicted {held} is multiplied by {factor:.2f}: attempt {failure.attempt} ran out at "
+        f"{format_bytes(failure.limit_bytes)} where {format_bytes(failure.predicted_bytes)} were predicted"
     )
 
 
@@ -189,7 +189,10 @@ def relaxed(failures: Sequence[MemoryFailure], last: MemoryPlan, peaks: dict[Tie
         bound = max(failure.bound for failure in failures if failure.tier is tier)
         observed = max(bound, peak / max(1, last.bytes[tier].predicted))
         seen[tier.value] = round(observed * (1.0 + OBSERVED_MARGIN), 4)
-    sentences = tuple(f"{tier} memory counts {factor:.2f} times, as it was seen" for tier, factor in seen.items())
+    sentences = tuple(
+        f"predicted {tier} memory is multiplied by {factor:.2f}, to cover the measured peaks"
+        for tier, factor in seen.items()
+    )
     return Corrections(**seen, reasons=sentences, after_failure=True)  # type: ignore[arg-type]
 
 
@@ -212,19 +215,21 @@ def change(before: MemoryPlan, after: MemoryPlan) -> str:
         ),
     ]
     if before.unplanned_bytes != after.unplanned_bytes:
-        parts.append(f"{format_bytes(after.unplanned_bytes)} more for a pod than is planned in it")
+        parts.append(f"each pod gets {format_bytes(after.unplanned_bytes)} more than its plan needs")
     seconds = format_seconds(after.prediction.step_seconds)
-    return f"{', '.join(parts)}; {seconds} a step predicted"
+    return f"{', '.join(parts)}; predicted: {seconds} per step"
 
 
 def _moved(before: MemoryPlan, after: MemoryPlan) -> list[str]:
     parts = []
     if before.micro_batch_size != after.micro_batch_size:
-        parts.append(f"micro-batches of {before.micro_batch_size} -> {after.micro_batch_size} (rounding alone)")
+        parts.append(f"micro-batch size {before.micro_batch_size} -> {after.micro_batch_size} (changes only rounding)")
     shares = [(plan.optimizer.resident_share, plan.optimizer.nvme_share) for plan in (before, after)]
     if shares[0] != shares[1]:
         parts.append(f"optimizer states on the device {shares[0][0]:.0%} -> {shares[1][0]:.0%}")
-        parts.extend([f"on NVMe {shares[0][1]:.0%} -> {shares[1][1]:.0%}"] * (shares[0][1] != shares[1][1]))
+        parts.extend(
+            [f"optimizer states on NVMe {shares[0][1]:.0%} -> {shares[1][1]:.0%}"] * (shares[0][1] != shares[1][1])
+        )
     for answer, what in (
         (Policy.RECOMPUTE, "recomputed"), (Policy.HOST, "with activations in host memory"),
         (Policy.NVME, "with activations on NVMe"),
@@ -233,4 +238,4 @@ def _moved(before: MemoryPlan, after: MemoryPlan) -> list[str]:
         parts.extend([f"blocks {what} {was} -> {is_now}"] * (was != is_now))
     streamed = [sum(home is not Tier.DEVICE for home in plan.parameters.homes) for plan in (before, after)]
     parts.extend([f"segments streamed {streamed[0]} -> {streamed[1]}"] * (streamed[0] != streamed[1]))
-    return parts or ["everything where it was, with more room"]
+    return parts or ["the same placement with more memory"]

@@ -86,8 +86,8 @@ class PodEvidence:
         """Why a pod requests what it does."""
         runs = "one run" if self.num_runs == 1 else f"{self.num_runs} runs"
         return (
-            f"a pod requests {format_bytes(self.request_bytes(counted_bytes))}, not the "
-            f"{format_bytes(counted_bytes)} that are counted: evidence of {runs} under this plan, which took "
+            f"a pod requests {format_bytes(self.request_bytes(counted_bytes))} instead of the computed "
+            f"{format_bytes(counted_bytes)}, because in {runs} under this plan a pod used "
             f"{format_bytes(self.peak_bytes)}"
         )
 

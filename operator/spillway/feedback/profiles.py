@@ -104,7 +104,7 @@ def rates_sentence(profile: NodeProfileSpec, where: str = "") -> str:
         return f"rates measured {where}" if where else "measured rates"
     shown = ", ".join(missing[:MOST_NAMED]) + (f" and {len(missing) - MOST_NAMED} more" * (len(missing) > MOST_NAMED))
     measured_there = f"rates measured {where}".rstrip()
-    return f"{len(given) - len(missing)} of {len(given)} {measured_there}; of the catalog: {shown}"
+    return f"{len(given) - len(missing)} of {len(given)} {measured_there}; from the catalog: {shown}"
 
 
 def _camel(name: str) -> str:
@@ -371,10 +371,11 @@ def observed_corrections(profiles: Iterable[MemoryProfile]) -> Corrections:
         factor = seen * (1.0 + OBSERVED_MARGIN) if seen >= bound else bound * (1.0 + MARGINS[0])
         if seen > 1.0 or bound:
             factors[kind] = round(max(1.0, factor), 4)
-            what = "of a pod" if kind == "pod" else f"of {kind} memory"
-            how = f"seen at most {seen:.2f}" if seen >= bound else f"ran out at {bound:.2f}"
+            what = "memory of a pod" if kind == "pod" else f"{kind} memory"
+            how = f"used at most {seen:.2f}" if seen >= bound else f"ran out at {bound:.2f}"
             sentences.append(
-                f"predicted bytes {what} count {factors[kind]:.2f} times: earlier jobs of the model, {how}"
+                f"predicted {what} is multiplied by {factors[kind]:.2f}: earlier jobs of the model {how} times the "
+                f"prediction"
             )
     return Corrections(**factors, reasons=tuple(sentences))  # type: ignore[arg-type]
 
@@ -420,10 +421,12 @@ def evidence(name: str, plan: MemoryPlan, peaks: Mapping[str, int], pod: PodEvid
         if tier in peaks
     ]
     held = {tier.value: peaks[tier] for tier in Tier if tier in peaks}
-    message = f"observed at most: {', '.join(shown)}"
+    message = f"observed peaks: {', '.join(shown)}"
     if pod is None:
         return ProfileEvidence(profile=name, peak=TierQuantities(**held), message=message)
-    message = f"{message}; {format_bytes(pod.peak_bytes)} by a pod, whose request is this and {POD_MARGIN:.0%}"
+    message = (
+        f"{message}; pods used at most {format_bytes(pod.peak_bytes)}, and a pod requests this plus {POD_MARGIN:.0%}"
+    )
     return ProfileEvidence(
         profile=name, peak=TierQuantities(**held), message=message, pod_memory=pod.peak_bytes, runs=pod.num_runs
     )

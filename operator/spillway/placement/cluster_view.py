@@ -20,10 +20,10 @@ class LiveBytes:
     """Of each device."""
     host: int | None = None
     nvme: int | None = None
-    sources: tuple[str, ...] = ()
-    """The metrics that it comes from."""
     memory_stalled: float | None = None
     """Share of the time in which every task that could run waited for memory (PSI "full")."""
+    volumes: Mapping[str, int] = field(default_factory=dict)
+    """StorageClass -> free bytes of its emptiest drive, where the node exporter knows the class's drives."""
 
     def of_devices(self, unrequested: int | None) -> int | None:
         """Of the tightest of the devices that no pod requests, which are the freest; of all if that is not known."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from spillway.api.training_job import TrainingJob, TrainingJobSpec
+from typing import TypeVar
+
+from spillway.api.job_spec import JobSpec
+from spillway.api.script import ScriptJob
+from spillway.api.training_job import TrainingJob
 from spillway.plan import DeviceKind, MemoryPlan
+
+Job = TypeVar("Job", TrainingJob, ScriptJob, TrainingJob | ScriptJob)
 
 
 def devices(
-    spec: TrainingJobSpec, lacking: str, has: str, before: DeviceKind | None, num_ranks: int
+    spec: JobSpec, lacking: str, has: str, before: DeviceKind | None, num_ranks: int
 ) -> list[tuple[DeviceKind, str]]:
     """What the job may run on, best first, each with why where it leaves that open. `lacking`: why there are no GPUs;
     `has`: which there are; `before`: what its attempts ran on, for another kind rounds otherwise."""
@@ -15,13 +21,13 @@ def devices(
     if asked != "Auto":
         return [(asked, "")]
     if before is not None:
-        return [(before, "as in the attempts before")]
+        return [(before, "as in earlier attempts")]
     if num_ranks > 1 and strategy not in ("Auto", "Ddp"):
         lacking = f"{strategy} runs on CPUs only so far"
     return [("Cpu", lacking)] if lacking else [("Cuda", has), ("Cpu", "")]
 
 
-def on_device(job: TrainingJob, kind: DeviceKind) -> TrainingJob:
+def on_device(job: Job, kind: DeviceKind) -> Job:
     """The job for exactly this kind of device."""
     parallelism = job.spec.parallelism.model_copy(update={"device": kind})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"parallelism": parallelism})})

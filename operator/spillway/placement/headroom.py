@@ -90,7 +90,6 @@ class _Room:
     """Share of the time in which its memory stalled; None: no series."""
     stalls: bool
     """Whether it stalls for longer than noise."""
-    sources: tuple[str, ...]
     devices: int | None
     """Devices that nobody requests, where each of them counts: those of a node that the pod fits; None: not known."""
     all_devices: int
@@ -144,11 +143,12 @@ def _room(view: NodeView, node: NodeSpec, demand: _Demand, cluster: ClusterView)
         left = view.free.allocatable_devices.get(demand.resource_name, 0)
         devices = left - sum(reservation.devices for reservation in own)
     # No more is free than there is, whatever a series says.
-    volume = view.volumes.get(demand.volume_class) if demand.volume_class else live.nvme
+    of_class = (found.get(demand.volume_class) for found in (view.volumes, live.volumes))
+    volume = min((size for size in of_class if size is not None), default=None)
     seen = {
         Tier.DEVICE: _at_most(live.of_devices(devices), node.device_bytes),
         Tier.HOST: _at_most(live.host, view.allocatable_memory_bytes),
-        Tier.NVME: volume if demand.volume_class else _at_most(volume, view.allocatable_ephemeral_bytes),
+        Tier.NVME: volume if demand.volume_class else _at_most(live.nvme, view.allocatable_ephemeral_bytes),
     }
     reserved = {
         # Of a job whose pods are not listed yet; those of others are not among the devices that nobody requests.
@@ -164,7 +164,7 @@ def _room(view: NodeView, node: NodeSpec, demand: _Demand, cluster: ClusterView)
     multiple = multiples[scarcest] if scarcest else 1.0
     fits = devices is not None and devices >= demand.devices and multiple >= 1.0
     return _Room(
-        view.name, free, reserved, scarcest, multiple, live.memory_stalled, stalls, live.sources,
+        view.name, free, reserved, scarcest, multiple, live.memory_stalled, stalls,
         devices if fits else None, view.allocatable_devices.get(demand.resource_name, 0),
     )  # fmt: skip
 
@@ -222,11 +222,12 @@ def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
     other = next((room for room in ranked if not _equal(best, room, demand)), None)
     if best.devices is not None and (other is None or other.devices not in (None, best.devices)):
         what = f"of {best.all_devices} {demand.resource_name} unrequested (a pod takes {demand.devices})"
-        others = f", {other.node} {other.devices}; whole nodes are kept free" if other is not None else ""
+        kept = "nodes with all devices free are kept for pods that need them"
+        others = f", {other.node} {other.devices}; {kept}" if other is not None else ""
         return f"{best.node}: {best.devices} {what}{others}"
     tier = best.scarcest if other is None else other.scarcest or best.scarcest
     if tier is None and other is not None:  # a stall is all that is known to tell them apart
-        return f"{best.node} before {other.node}"
+        return f"{best.node} is preferred to {other.node}"
     if tier is None:
         only = f"{best.node} is the only node of its class"
         return only if len(ranked) == 1 else f"no preference among {len(ranked)} nodes"
@@ -242,7 +243,8 @@ def _stalls(ranked: Sequence[_Room]) -> str:
     """Which nodes are not preferred for it, with the first figures; empty where none stalls."""
     found = [f"{room.node} ({room.stalled:.0%} of the time)" for room in ranked if room.stalls]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return f"; memory stalls on {', '.join(found[:MOST_NAMED])}{more}, not preferred" if found else ""
+    why = "not preferred because programs there wait for memory"
+    return f"; {why}: {', '.join(found[:MOST_NAMED])}{more}" if found else ""
 
 
 def _free(room: _Room, tier: Tier, what: str = "") -> str:
@@ -266,9 +268,11 @@ def _metrics(cluster: ClusterView, rooms: Sequence[_Room]) -> str:
         return f"no metrics of {'this node' if len(rooms) == 1 else 'these nodes'}{why}"
     shown = f"metrics {format_age(age)} old"
     if not counts(cluster):
-        return f"{shown}, too old to count{why}"
+        return f"{shown}, too old to be used{why}"
     if _is_stale(cluster):
-        return f"{shown}, so the pod counts {STALE_MARGIN - 1.0:.0%} more and small differences do not{why}"
+        return (
+            f"{shown}, so the pod is counted as {STALE_MARGIN - 1.0:.0%} larger and small differences are ignored{why}"
+        )
     return shown
 
 

@@ -3,11 +3,15 @@
 The operator asks it (spillway_operator.measured.metrics_source) and the chart records it (charts/recording_rules.py),
 so that promtool's tests of the rules are tests of the operator's questions, too.
 
-Whose a series is says its label `node`, which the scrape configuration sets from the target. What a payload claims
-(`Hostname` and `hostname` of dcgm-exporter, `exported_node`) names nobody.
+Each question is answered by Spillway's own node exporter, by the Prometheus project's or NVIDIA's, or by both. Whose a
+series is says its label `node`, which the scrape configuration sets from the target. What a payload claims (`Hostname`
+and `hostname` of dcgm-exporter, `exported_node`) names nobody.
 """
 
 from __future__ import annotations
+
+from spillway.metrics import NODE_DEVICE_FREE, NODE_DISK_FREE, NODE_MEMORY_AVAILABLE, NODE_MEMORY_STALLED
+from spillway.units import MIB
 
 HOST_SERIES = "node_memory_MemAvailable_bytes"
 DISK_SERIES = "node_filesystem_avail_bytes"
@@ -41,11 +45,36 @@ def _is_recent(selector: str) -> str:
     return f"time() - timestamp({selector}) < {OLDEST_SAMPLE_SECONDS}"
 
 
-# Of several series of one thing the worst counts: a series too many can make a node less attractive, never more.
-HOST_FREE_BYTES = f"min by (node) ({recent(of_nodes(HOST_SERIES))})"
-DEVICE_FREE_MEBIBYTES = f"min by (node, gpu, UUID, GPU_I_ID) ({recent(of_nodes(DEVICE_SERIES))})"
-"""Of each device, or instance of one (MIG)."""
-DISKS = of_nodes(DISK_SERIES, f'mountpoint=~"{"|".join(MOUNT_POINTS)}"')
-DISK_FREE_BYTES = f"min by (node, mountpoint) ({recent(DISKS)})"
-MEMORY_STALLED = f"max by (node) ({recent_rate(of_nodes(STALLED_SERIES))})"
-"""Share of the time."""
+def worst(operation: str, labels: str, *sources: str) -> str:
+    """`min` or `max` over all sources: a series too many can make a node less attractive, never more. Each source has a
+    label of its own until then, because `or` drops series whose labels an earlier source has, too."""
+    grouped = (f"{operation} by ({labels}) ({samples})" for samples in sources)
+    marked = (f'label_replace({samples}, "source", "{number}", "", "")' for number, samples in enumerate(grouped))
+    return f"{operation} by ({labels}) ({' or '.join(marked)})"
+
+
+# The questions; `matchers` select further, such as the series of one cluster.
+
+
+def host_free_bytes(*matchers: str) -> str:
+    return worst("min", "node", *(recent(of_nodes(s, *matchers)) for s in (NODE_MEMORY_AVAILABLE.name, HOST_SERIES)))
+
+
+def device_free_bytes(*matchers: str) -> str:
+    """Of each device, or instance of one (MIG)."""
+    theirs = f"{recent(of_nodes(DEVICE_SERIES, *matchers))} * {MIB}"
+    labels = ", ".join(("node", *NODE_DEVICE_FREE.labels))
+    return worst("min", labels, recent(of_nodes(NODE_DEVICE_FREE.name, *matchers)), theirs)
+
+
+def disk_free_bytes(*matchers: str) -> str:
+    """Of the file systems where emptyDirs can be, and of the drives of each storage class."""
+    theirs = of_nodes(DISK_SERIES, f'mountpoint=~"{"|".join(MOUNT_POINTS)}"', *matchers)
+    ours = of_nodes(NODE_DISK_FREE.name, *matchers)
+    return worst("min", "node, mountpoint, storage_class", recent(ours), recent(theirs))
+
+
+def memory_stalled(*matchers: str) -> str:
+    """Share of the time."""
+    both = (NODE_MEMORY_STALLED.name, STALLED_SERIES)
+    return worst("max", "node", *(recent_rate(of_nodes(series, *matchers)) for series in both))

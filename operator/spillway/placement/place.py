@@ -11,21 +11,31 @@ docs/placement.md explains each rule and its constants.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
+from spillway.api.job_spec import JobSpec
 from spillway.api.members import solo_specs
-from spillway.api.pod import Pod, Toleration
+from spillway.api.pod import Pod
 from spillway.api.profiles import NodeProfileSpec
+from spillway.api.script import ScriptJob
 from spillway.api.status import ProfileEvidence
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.feedback.ladder import smaller_micro_batches
 from spillway.feedback.pod_evidence import NO_PODS_SEEN, PodEvidence, SeenPods, may_be_seen
 from spillway.feedback.profiles import evidence, measured, memory_fingerprint, model_fingerprint, profile_name
+from spillway.placement.able_nodes import (
+    GPU_PRODUCT,
+    Needs,
+    base_node,
+    could_carry,
+    no_node,
+    pods_on,
+    ready_now,
+    sound_nodes,
+)
 from spillway.placement.cluster_view import (
     NO_REQUESTS,
     ClusterView,
@@ -37,11 +47,13 @@ from spillway.placement.cluster_view import (
 )
 from spillway.placement.device_choice import because, devices, on_device
 from spillway.placement.headroom import Preference, rank
+from spillway.placement.outcome import Placement, Unplaceable
+from spillway.placement.place_script import place_script, place_script_unseen
 from spillway.plan import DeviceKind, Infeasible, MemoryPlan, Strategy, Tier
 from spillway.planning.candidates import TIE
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.explain import lacking
-from spillway.planning.hardware import NodeSpec, gpu_node, local_node, resolve_node
+from spillway.planning.hardware import NodeSpec, gpu_node, resolve_node
 from spillway.planning.known_plans import gathered, known_plan
 from spillway.planning.model_shape import ModelShape
 from spillway.planning.planner import Overrides, plan_run, run_strategy, shared_memory
@@ -57,7 +69,7 @@ from spillway.planning.pod_resources import (
     stopping_for_checkpoints,
 )
 from spillway.planning.workload import RUN_STRATEGY
-from spillway.units import GIB, MIB, format_bytes, format_seconds
+from spillway.units import MIB, format_bytes, format_seconds
 
 MAX_CLASSES = 8
 """Node classes that are planned for, those with most nodes first: a plan takes up to half a second."""
@@ -65,15 +77,9 @@ MAX_AVOIDED = 8
 """Nodes with faults that a pod's affinity excludes."""
 CAPACITY_DIGITS = 5
 """Binary digits of a class's capacities, rounded down: nodes that differ by a few MiB are one class."""
-GPU_PRODUCT = "nvidia.com/gpu.product"
-"""Label of NVIDIA's feature discovery. It gives the memory of one unit of a resource (nvidia.com/gpu.memory) in MiB."""
-MIG_USABLE = 0.95
-"""Share of its nominal size that a MIG instance has, where no label says: 4864 MiB of 5 GB."""
 DEFAULT_RESOURCE: str = Pod.model_fields["resource_name"].default
 """Resource by which a profile's devices are counted, if the node has it and the profile does not say how many there
 are."""
-TRANSIENT_TAINTS = "node.kubernetes.io/"
-"""Prefix of the taints that the node controller sets and removes."""
 
 __all__ = [
     "ClusterView",
@@ -88,54 +94,18 @@ __all__ = [
     "profiled",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a job should run, under which plan, and why."""
-
-    plan: MemoryPlan
-    node: NodeSpec
-    """The class that the plan is made for."""
-    preferences: tuple[Preference, ...]
-    """Most preferred first; equal weights if the nodes do not differ."""
-    reason: str
-    """One sentence with the deciding figure."""
-    headroom: Mapping[Tier, int]
-    """Free bytes of the preferred node, after reservations."""
-    pod: PodResources
-    """What each pod requests, for a text of unknown size."""
-    required_labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the class (the GPU product): a required affinity, from labels only."""
-    observed: ProfileEvidence | None = None
-    """What earlier attempts of this model with this plan showed; None: there were none."""
-    avoided: tuple[str, ...] = ()
-    """Nodes with faults that no pod may run on."""
-    at_once: bool = True
-    """Whether the nodes have room for all pods, by the capacities that were planned for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unplaceable:
-    """No node class can carry the job: a value, with the sentence for condition Planned=False."""
-
-    reason: str
-    """CamelCase: NoNode, DoesNotFit"""
-    message: str
-    infeasible: Infeasible | None = None
-
-
-Place = Callable[[TrainingJob, ClusterView], Placement | Unplaceable]
+Place = Callable[[TrainingJob | ScriptJob, ClusterView], Placement | Unplaceable]
 """`place`, or what stands for it"""
 
 
-def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
+def place(job: TrainingJob | ScriptJob, cluster: ClusterView) -> Placement | Unplaceable:
     """The plan for `job` and the nodes it should run on.
 
     Unplaceable with NoNode when no node could ever carry a pod of it (the nearest miss with its figures), with
     DoesNotFit when none of the classes has a plan. Of device Auto on GPUs wherever these can carry it.
     """
     found, name = list[Unplaceable](), job.spec.pod.resource_name
-    ranks = job.spec.parallelism.world_size
+    ranks = job.spec.num_ranks if isinstance(job, TrainingJob) else job.spec.parallelism.world_size
     for device, why in devices(job.spec, _no_devices(name, cluster), f"nodes have {name}", cluster.device, ranks):
         placed = _place(on_device(job, device), cluster)
         if isinstance(placed, Placement):
@@ -147,36 +117,42 @@ def place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
 
 def _no_devices(name: str, cluster: ClusterView) -> str:
     if cluster.nodes is None:
-        return "the operator may not list nodes"
+        return "the operator has no permission to list nodes"
     has_one = any(view.allocatable_devices.get(name) for view in (*cluster.nodes, *cluster.declared))
     return "" if has_one else f"no node has {name}"
 
 
-def _place(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
+def _place(job: TrainingJob | ScriptJob, cluster: ClusterView) -> Placement | Unplaceable:
     """On the kind of device that the job names."""
+    device = device_kind(job.spec)
     if cluster.nodes is None:
-        return _without_view(job, cluster)
+        return place_script_unseen(job, device) if isinstance(job, ScriptJob) else _without_view(job, cluster)
     nodes = cluster.nodes
     if cluster.as_free:
         nodes = tuple(replace(view.free, others=NO_REQUESTS, ours=NO_REQUESTS) for view in nodes)
-    placed = _among(job, cluster, nodes)
+
+    def among(views: tuple[NodeView, ...]) -> Placement | Unplaceable:
+        return place_script(job, device, cluster, views) if isinstance(job, ScriptJob) else _among(job, cluster, views)
+
+    placed = among(nodes)
     if isinstance(placed, Unplaceable) and cluster.declared:
-        new = _among(job, cluster, cluster.declared)
+        new = among(cluster.declared)
         if isinstance(new, Placement):
-            reason = f"no node can carry it; planned for {new.preferences[0].node}, which does not exist yet"
+            reason = (
+                f"no existing node can run the job; it is planned for {new.preferences[0].node}, which does not "
+                "exist yet"
+            )
             return replace(new, preferences=(), headroom={}, at_once=True, reason=reason)
     return placed
 
 
 def _among(job: TrainingJob, cluster: ClusterView, nodes: tuple[NodeView, ...]) -> Placement | Unplaceable:
     needs = _needs(job.spec, cluster.shape)
-    able, misses = _could_carry(job.spec, needs, nodes)
+    able, misses = could_carry(job.spec, needs, nodes)
     if not able:
-        return Unplaceable("NoNode", _no_node(nodes, misses))
-    sound = [view for view in able if view.name not in cluster.avoided]
-    avoided = tuple(sorted(view.name for view in able if view.name in cluster.avoided)) if sound else ()
-    able = sound or able
-    now = [view for view in able if view.ready and not view.unschedulable]
+        return Unplaceable("NoNode", no_node(nodes, misses))
+    able, avoided = sound_nodes(able, cluster.avoided)
+    now = ready_now(able)
     corrections = _corrections(job.spec, cluster)
     groups = [
         replace(group, shape=cluster.shape)
@@ -197,7 +173,7 @@ def _among(job: TrainingJob, cluster: ClusterView, nodes: tuple[NodeView, ...]) 
     best, waiting_for = _best(fitting, job.spec, cluster.held)
     plan = best.plan if alone else _explained(job, best.group)
     ranking = rank(best.group.views, best.group.node, plan, best.pod, cluster, job.spec.spill.storage_class_name or "")
-    waiting = f"none of {len(able)} nodes that could carry it is ready and schedulable now, waiting for one; "
+    waiting = f"waiting for a node, because none of the {len(able)} that can run the job is ready and schedulable now; "
     return Placement(
         plan=plan,
         node=best.group.node,
@@ -216,105 +192,17 @@ def _without(avoided: Sequence[str]) -> str:
     return f"; not on {', '.join(avoided[:MAX_AVOIDED])}, where attempts failed" if avoided else ""
 
 
-# --- which nodes could carry a pod ------------------------------------------------------------------------------------
-
-
-def device_kind(spec: TrainingJobSpec) -> DeviceKind:
+def device_kind(spec: JobSpec) -> DeviceKind:
     """What the pods run on, of a job for exactly one kind."""
     return "Cuda" if spec.parallelism.device == "Cuda" else "Cpu"
 
 
-class _Needs(NamedTuple):
-    """What one pod needs in addition to its plan, on every node; for a sweep, what all members need."""
-
-    runtime_bytes: int
-    storage_bytes: int
-
-
-def _needs(spec: TrainingJobSpec, shape: ModelShape | None) -> _Needs:
+def _needs(spec: TrainingJobSpec, shape: ModelShape | None) -> Needs:
+    """What one pod needs beside its plan; for a sweep, what all members need."""
     device = device_kind(spec)
     runtime = pod_runtime_bytes(spec, spec.parallelism.devices_per_node, device, run_strategy(spec))
-    return _Needs(runtime, emptydir_bytes(spec, device, shape=shape))
-
-
-def _could_carry(
-    spec: TrainingJobSpec, needs: _Needs, nodes: Sequence[NodeView]
-) -> tuple[list[NodeView], list[tuple[int, str]]]:
-    """Nodes that could carry a pod some day, and what the others lack: (how near it came, sentence)."""
-    able, misses = [], []
-    for view in nodes:
-        miss = _miss(spec, needs, view)
-        if miss is None:
-            able.append(view)
-        else:
-            misses.append(miss)
-    return able, misses
-
-
-def _miss(  # noqa: PLR0911 - one line per condition
-    spec: TrainingJobSpec, needs: _Needs, view: NodeView
-) -> tuple[int, str] | None:
-    """What keeps `view` from ever carrying a pod, and how many conditions it met before; None = nothing."""
-    device, ranks = device_kind(spec), spec.parallelism.devices_per_node
-    if view.is_declared and view.profile is not None and view.profile.device_kind != device:
-        return 0, f"{view.name} has {view.profile.device_kind} devices"
-    for key, value in spec.scheduling.node_selector.items():
-        if view.labels.get(key) != value:
-            return 0, f"{view.name} has {key}={view.labels.get(key, '')!r}, spec.scheduling.nodeSelector asks {value!r}"
-    for taint in view.taints:
-        if _repels(taint, pod_tolerations(spec, device)):
-            shown = f"{taint.key}={taint.value}:{taint.effect}" if taint.value else f"{taint.key}:{taint.effect}"
-            return 1, f"{view.name} has the taint {shown}, which spec.scheduling.tolerations does not tolerate"
-    devices = view.allocatable_devices.get(spec.pod.resource_name, 0)
-    if device == "Cuda" and devices < ranks:
-        return 2, f"{view.name} has {devices} {spec.pod.resource_name}, a pod needs {ranks}"
-    if device == "Cuda" and ranks > 1 and (part := gpu_part(view.labels, spec.pod.resource_name)).name:
-        return 2, f"{view.name} divides its devices ({part.name}); a pod with {ranks} of them needs whole devices"
-    for name, count in spec.pod.resources.extended.items():
-        if view.allocatable_devices.get(name, 0) < count:
-            return 2, f"{view.name} has {view.allocatable_devices.get(name, 0)} {name}, a pod needs {count}"
-    memory, fixed = least_memory_bytes(spec, needs.runtime_bytes, device), spec.pod.resources.memory
-    if fixed is not None and view.allocatable_memory_bytes < fixed:
-        has = format_bytes(view.allocatable_memory_bytes)
-        return 3, f"{view.name} has {has} of memory for pods, spec.pod.resources.memory asks {format_bytes(fixed)}"
-    if view.allocatable_memory_bytes < memory:
-        has = format_bytes(view.allocatable_memory_bytes)
-        return 3, f"{view.name} has {has} of memory for pods, a pod needs {format_bytes(memory)} beside its model"
-    if view.allocatable_ephemeral_bytes < needs.storage_bytes:
-        has, asked = format_bytes(view.allocatable_ephemeral_bytes), format_bytes(needs.storage_bytes)
-        return 4, f"{view.name} has {has} of ephemeral storage, a pod needs {asked} beside its spill"
-    return None
-
-
-def pod_tolerations(spec: TrainingJobSpec, device: DeviceKind) -> tuple[Toleration, ...]:
-    """The job's, and those of nodes kept for the pod's extended resources: what the API server adds where its admission
-    plugin ExtendedResourceToleration is on."""
-    names = [*([spec.pod.resource_name] if device == "Cuda" else ()), *spec.pod.resources.extended]
-    own = [Toleration(key=name, operator="Exists", effect="NoSchedule") for name in names]
-    return (*spec.scheduling.tolerations, *(one for one in own if one not in spec.scheduling.tolerations))
-
-
-def _repels(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
-    """True when the taint keeps pods away for good."""
-    if taint.effect == "PreferNoSchedule" or taint.key.startswith(TRANSIENT_TAINTS):
-        return False
-    return not any(tolerates(toleration, taint) for toleration in tolerations)
-
-
-def tolerates(toleration: Toleration, taint: Taint) -> bool:
-    """As the scheduler and the node lifecycle controller see it, however long it is tolerated."""
-    if toleration.effect not in ("", taint.effect):
-        return False
-    if toleration.operator == "Exists":
-        return toleration.key in ("", taint.key)
-    return (toleration.key, toleration.value) == (taint.key, taint.value)
-
-
-def _no_node(nodes: Sequence[NodeView], misses: Sequence[tuple[int, str]]) -> str:
-    if not nodes:
-        return "the cluster has no nodes"
-    _, nearest = max(misses, key=lambda miss: miss[0])
-    return f"none of {len(nodes)} nodes can carry a pod of this job; the nearest: {nearest}"
+    storage = emptydir_bytes(spec, device, shape=shape)
+    return Needs(device, least_memory_bytes(spec, runtime, device), storage, runtime)
 
 
 # --- classes of equal nodes -------------------------------------------------------------------------------------------
@@ -350,7 +238,7 @@ def _corrections(spec: TrainingJobSpec, cluster: ClusterView) -> Corrections:
 
 def _smaller(job: TrainingJob, corrections: Corrections) -> Iterable[TrainingJob]:
     """With smaller micro-batches, where that is allowed."""
-    return smaller_micro_batches(job, job.spec.parallelism.world_size) if corrections.after_failure else ()
+    return smaller_micro_batches(job, job.spec.num_ranks) if corrections.after_failure else ()
 
 
 def _pods_seen(spec: TrainingJobSpec, cluster: ClusterView) -> SeenPods:
@@ -361,7 +249,7 @@ def _pods_seen(spec: TrainingJobSpec, cluster: ClusterView) -> SeenPods:
 
 
 def _classes(
-    spec: TrainingJobSpec, needs: _Needs, views: Sequence[NodeView], corrections: Corrections, pods: SeenPods
+    spec: TrainingJobSpec, needs: Needs, views: Sequence[NodeView], corrections: Corrections, pods: SeenPods
 ) -> list[_NodeClass]:
     groups: dict[_NodeClass, list[NodeView]] = {}
     for view in views:
@@ -373,7 +261,7 @@ def _classes(
     return sorted(found, key=lambda group: (-len(group.views), group.views[0].name))[:MAX_CLASSES]
 
 
-def _class_of(spec: TrainingJobSpec, needs: _Needs, view: NodeView, pod_factor: float = 1.0) -> _NodeClass:
+def _class_of(spec: TrainingJobSpec, needs: Needs, view: NodeView, pod_factor: float = 1.0) -> _NodeClass:
     """The class of a node, still without views: equal for nodes that differ by noise only. A pod takes `pod_factor`
     times the memory that is counted for it."""
     device = device_kind(spec)
@@ -402,65 +290,6 @@ def _share(spec: TrainingJobSpec, view: NodeView, num_bytes: int) -> int:
     return num_bytes * ranks // devices if device_kind(spec) == "Cuda" and devices > ranks else num_bytes
 
 
-def base_node(view: NodeView, device: DeviceKind, resource_name: str) -> NodeSpec:
-    """Rates and device of a node: measured (NodeProfile) where there is a profile of this kind of device, else the
-    catalog's, with as many devices as it has of the extended resource `resource_name`."""
-    if view.profile is not None and view.profile.device_kind == device:
-        return view.profile
-    cores = max(1, int(view.allocatable_cores))
-    if device == "Cuda":
-        part, product = gpu_part(view.labels, resource_name), view.labels.get(GPU_PRODUCT, "")
-        whole = gpu_node(_PART_OF.sub("", product), part.memory_bytes, view.allocatable_devices.get(resource_name, 1))
-        return replace(
-            whole,
-            device_bytes=int(whole.device_bytes * (part.of_bandwidth if part.memory_bytes is None else 1.0)),
-            name=whole.name + (f"-{part.name}" if part.name else ""),
-            num_cores=cores,
-            bfloat16_flops_per_second=whole.bfloat16_flops_per_second * part.of_compute,
-            float32_flops_per_second=whole.float32_flops_per_second * part.of_compute,
-            device_bytes_per_second=whole.device_bytes_per_second * part.of_bandwidth,
-        )
-    return replace(local_node(cores, 0, 0, 0), name=f"cpu-{cores}-cores")
-
-
-class GpuPart(NamedTuple):
-    """What one unit of a resource is: a whole device, a MIG instance, or a share of a device that several pods use."""
-
-    name: str
-    """mig-1g.5gb, 1-of-4; empty: the whole device"""
-    memory_bytes: int | None
-    """None: its labels do not say."""
-    of_compute: float = 1.0
-    of_bandwidth: float = 1.0
-
-
-_MIG = re.compile(r"(?:^nvidia\.com/mig|-MIG)-(\d+)g\.(\d+)gb")
-_PART_OF = re.compile(r"(?:-MIG-\d+g\.\d+gb\S*?)?(?:-SHARED)?$")
-"""What NVIDIA's feature discovery adds to the product of a device that is divided."""
-MIG_COMPUTE_SLICES, MIG_MEMORY_SLICES = 7, 8
-
-
-def gpu_part(labels: Mapping[str, str], resource_name: str) -> GpuPart:
-    """By the resource and the labels of NVIDIA's feature discovery. Pods that share a device by time or MPS get equal
-    shares of its memory, whatever the other pods do."""
-    is_mig = resource_name.startswith("nvidia.com/mig-")
-    mig = _MIG.search(resource_name if is_mig else labels.get(GPU_PRODUCT, ""))
-    of = resource_name if is_mig else "nvidia.com/gpu"
-    size, replicas = labels.get(f"{of}.memory", ""), labels.get(f"{of}.replicas", "")
-    memory = int(size) * MIB if size.isdecimal() else None
-    compute = bandwidth = 1.0
-    name = ""
-    if mig is not None:
-        slices, gigabytes = int(mig[1]), int(mig[2])
-        name, compute = f"mig-{slices}g.{gigabytes}gb", min(1.0, slices / MIG_COMPUTE_SLICES)
-        bandwidth = min(1.0, slices / MIG_MEMORY_SLICES)
-        memory = memory or int(MIG_USABLE * gigabytes * GIB)
-    if replicas.isdecimal() and (count := int(replicas)) > 1:
-        name = f"{name}-1-of-{count}".lstrip("-")
-        memory, compute, bandwidth = memory // count if memory else None, compute / count, bandwidth / count
-    return GpuPart(name, memory, compute, bandwidth)
-
-
 def profiled(view: NodeView, profile: NodeProfileSpec) -> NodeView:
     """The node with what its NodeProfile measured."""
     devices = view.allocatable_devices
@@ -471,7 +300,7 @@ def profiled(view: NodeView, profile: NodeProfileSpec) -> NodeView:
     return replace(view, profile=measured(profile, replace(node, host_bytes=memory, nvme_bytes=storage)))
 
 
-def _spill_capacity(spec: TrainingJobSpec, needs: _Needs, view: NodeView) -> int:
+def _spill_capacity(spec: TrainingJobSpec, needs: Needs, view: NodeView) -> int:
     """Room for slabs: the node's ephemeral storage, or the volumes that the storage class makes as large as asked, or
     as its driver says."""
     if spec.spill.storage_class_name:
@@ -517,7 +346,7 @@ class _Choice:
     @property
     def num_pods(self) -> int:
         """That the nodes of the class could carry at once, if they were empty."""
-        return sum(_pods_on(view, self.pod) for view in self.group.views)
+        return sum(pods_on(view, self.pod) for view in self.group.views)
 
 
 def _outcome(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice | Unplaceable:
@@ -527,7 +356,7 @@ def _outcome(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice
     except (UserError, TimeoutError) as error:
         why = str(error)
     except Exception as error:
-        why = f"planning failed, which is a defect of Spillway: {type(error).__name__}: {error}"
+        why = f"planning failed, which is a bug in Spillway: {type(error).__name__}: {error}"
     return Unplaceable("NoNode", f"node class {group.node.name} (for example {group.views[0].name}): {why}")
 
 
@@ -536,7 +365,7 @@ def _planned(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice
     if isinstance(decided, Infeasible):
         return Unplaceable("DoesNotFit", f"does not fit node class {group.node.name}", decided)
     plan, pod, seen = _for_its_pod(job.spec, decided, group)
-    if not any(_pods_on(view, pod) for view in group.views):  # modes other than Auto are not held to the budgets
+    if not any(pods_on(view, pod) for view in group.views):  # modes other than Auto are not held to the budgets
         return Unplaceable("NoNode", _too_large(job, group, pod))
     return _Choice(group, plan, pod, seen)
 
@@ -583,9 +412,9 @@ def _for_its_pod(
         smaller, evidence_without = pod_resources(spec, without, ranks), observed(without)
         why = ""
         if _takes_a_place(group, counted, smaller):
-            why = "with memory for a copy fewer pods fit a node"
+            why = "with memory for a copy of it, fewer pods would fit on a node"
         elif seen is None and evidence_without is not None:
-            why = "the pods that were observed had no memory for a copy"
+            why = "the request is based on earlier pods, which had no memory for a copy"
         if why:
             plan, counted, seen = stopping_for_checkpoints(plan, why), smaller, evidence_without
     if seen is None:
@@ -603,7 +432,7 @@ def _for_its_pod(
 def _takes_a_place(group: _NodeClass, pod: PodResources, smaller: PodResources) -> bool:
     """Whether fewer such pods than `smaller` ones fit on a node of the class, as it is or empty."""
     seen = [nodes for view in group.views for nodes in (view, view.beside_others, view.free)]
-    return not seen or any(_pods_on(view, pod) < _pods_on(view, smaller) for view in seen)
+    return not seen or any(pods_on(view, pod) < pods_on(view, smaller) for view in seen)
 
 
 def _within_its_pod(plan: MemoryPlan) -> MemoryPlan:
@@ -614,19 +443,6 @@ def _within_its_pod(plan: MemoryPlan) -> MemoryPlan:
     allowed = int(plan.bytes[Tier.DEVICE].total * (1.0 + PLANNED_MARGIN))
     budget = {**plan.budget, Tier.DEVICE: min(plan.budget[Tier.DEVICE], allowed)}
     return plan.model_copy(update={"budget": budget})
-
-
-def _pods_on(view: NodeView, pod: PodResources) -> int:
-    """Pods that fit the node, by what is requested of memory, disk, cores and devices."""
-    counts = [
-        view.allocatable_memory_bytes // pod.memory_bytes,
-        view.allocatable_ephemeral_bytes // pod.ephemeral_storage_bytes,
-        int(view.allocatable_cores / pod.cpu_cores),
-    ]
-    if pod.devices:
-        counts.append(view.allocatable_devices.get(pod.resource_name, 0) // pod.devices)
-    counts += [view.allocatable_devices.get(name, 0) // count for name, count in pod.extended]
-    return min(counts)
 
 
 def _too_large(job: TrainingJob, group: _NodeClass, pod: PodResources) -> str:
@@ -652,9 +468,9 @@ def _best(choices: Sequence[_Choice], spec: TrainingJobSpec, held: Sequence[Held
     if first == fastest:
         return able[first], ""
     ratio, wait = able[first].seconds / able[fastest].seconds, waits[fastest]
-    until = ", nobody knows for how long" if wait == math.inf else f" for {format_seconds(wait)}"
+    until = " for an unknown time" if wait == math.inf else f" for {format_seconds(wait)}"
     name = able[fastest].group.node.name
-    return able[first], f"{name} would be {ratio:.2g} times as fast, but other pods hold it{until}; "
+    return able[first], f"{name} would be {ratio:.2g} times as fast, but other pods use it{until}; "
 
 
 def _first(choices: Sequence[_Choice], ends: Sequence[float]) -> int:
@@ -670,10 +486,10 @@ def _wait_seconds(choice: _Choice, num_nodes: int, held: Sequence[HeldDevices]) 
     """Seconds until the class has room for all pods, if other jobs of the operator take as long as their status says;
     infinite if unknown. How devices are spread over nodes is not considered."""
     name, group, pod = choice.pod.resource_name, choice.group, choice.pod
-    if sum(_pods_on(view.beside_others, pod) for view in group.views) < num_nodes:
+    if sum(pods_on(view.beside_others, pod) for view in group.views) < num_nodes:
         return math.inf
     if not pod.devices:
-        return 0.0 if sum(_pods_on(view.free, pod) for view in group.views) >= num_nodes else math.inf
+        return 0.0 if sum(pods_on(view.free, pod) for view in group.views) >= num_nodes else math.inf
     here = [one for one in held if one.resource_name == name and _holds_in(one, group)]
     there = sum(view.beside_others.allocatable_devices.get(name, 0) for view in group.views)
     free = there - sum(one.devices for one in here)
@@ -704,13 +520,13 @@ def _nothing_fits(job: TrainingJob, groups: Sequence[_NodeClass], found: Sequenc
     if sharded is None:
         return nothing
     on_cuda = group.node.device_kind == "Cuda"
-    how = "but does not run on Cuda devices yet" if on_cuda else "if you name it"
+    how = "but does not run on Cuda devices yet" if on_cuda else "if you set it as spec.parallelism.strategy"
     return replace(nothing, message=f"strategy {sharded} would fit, {how}; with {RUN_STRATEGY} {nothing.message}")
 
 
 def _sharded(job: TrainingJob, group: _NodeClass) -> Strategy | None:
     """The strategy of the best plan, of a job that leaves it open and does not fit with the one that Auto takes."""
-    if job.spec.parallelism.strategy != "Auto" or job.spec.parallelism.world_size == 1:
+    if job.spec.parallelism.strategy != "Auto" or job.spec.num_ranks == 1:
         return None
     own, overrides = on_device(job, group.node.device_kind), _overrides(job, group)
     if group.node.device_kind == "Cpu":
@@ -756,7 +572,8 @@ def _without_view(job: TrainingJob, cluster: ClusterView) -> Placement | Unplace
         plan=plan,
         node=group.node,
         preferences=(),
-        reason=f"planned for the catalog's {group.node.name}: the operator may not list nodes (NoNodeView)",
+        reason=f"planned for the catalog's {group.node.name}: the operator has no permission to list nodes "
+        f"(NoNodeView)",
         headroom={},
         pod=pod,
         required_labels=dict(group.required_labels),

@@ -114,7 +114,9 @@ class Bounds:
         by_cpu, resident = plan(cpu_share=1.0), plan(resident_share=1.0)
         self._resident, least = added(resident), added(plan(cpu_share=x, streamed_share=1.0 - x))
         """What streamed parameters add to the passes of blocks; with states off the device, gradients do, too."""
-        self._least, self._by_cpu = least, tuple(a - b for a, b in zip(added(by_cpu), least, strict=True))
+        of_cpu = (a - b for a, b in zip(added(by_cpu), least, strict=True))
+        self._least, self._by_cpu = least, [(index, load) for index, load in enumerate(of_cpu) if load]
+        self._of_passes: dict[tuple[int, int, bool], list[float]] = {}
         single = streaming.units and streaming.num_slots == 1 and not self._on_cores
         loaded = parameter_loads(work, streaming)
         self._slot = (loaded.forward + loaded.backward) / rates.h2d if single else 0.0
@@ -124,6 +126,9 @@ class Bounds:
         self._operations = [update_work(work, each).seconds(rates) for each in (resident, by_cpu)]
         self._longest_update = sum(map(sum, self._paths)) / rates.duplex
         self._longest_update += update_work(work, plan(nvme_share=1.0)).seconds(rates)
+        copied = 2 * work.rank_parameters * work.shape.trained_bytes if work.in_place and group.may_speculate else 0
+        self._copied = copied / rates.cpu + copied / rates.dram
+        """At most, for what backward updates out of place."""
         spared = 0.0 if work.in_place else x * work.rank_parameters * work.shape.trained_bytes
         self._spared = (0.0, spared / rates.h2d, 0.0, spared / rates.dram, 0.0, 0.0)
         """Of streamed parameters new values do not go up."""
@@ -234,15 +239,13 @@ class Bounds:
             self._updates[split] = update_seconds(self._group.work, self._rates, optimizer, self._group.streaming)
         shares = optimizer.updated_by_cpu, self._updates[split]
         least = self._total(layout, *shares, optimizer.overlap, optimizer.offloads)
-        if self._group.may_speculate:
-            return least, inf
-        return least, self._total(layout, *shares, "None", optimizer.offloads) + spills * self._spilled(layout)
+        most = self._total(layout, *shares, "None", optimizer.offloads) + self._copied
+        return least, most + spills * self._spilled(layout)
 
     def _most(self, layout: BlockLayout) -> float:
         """No candidate of `layout` takes more seconds: with all on NVMe, and one path of the update after another."""
-        if self._group.may_speculate:
-            return inf
-        return self._total(layout, 1.0, self._longest_update, "None", True) + self._spilled(layout)
+        longest = self._longest_update + self._copied
+        return self._total(layout, 1.0, longest, "None", True) + self._spilled(layout)
 
     def _spilled(self, layout: BlockLayout) -> float:
         """Seconds that are added at most if all moved blocks, and all homes, are on NVMe."""
@@ -255,12 +258,15 @@ class Bounds:
         return self._spilling[moved]
 
     def _total(self, layout: BlockLayout, by_cpu: float, update: float, overlap: str, offloads: bool) -> float:
-        of_blocks, x = self._blocks.of(layout.blocks.recomputed, layout.blocks.moved), self._forced
-        if offloads:
-            more = max(0.0, by_cpu - x) / (1.0 - x) if x < 1.0 else 0.0
-            loads = [a + b + more * c for a, b, c in zip(of_blocks, self._least, self._by_cpu, strict=True)]
-        else:
-            loads = [a + b for a, b in zip(of_blocks, self._resident, strict=True)]
+        x, key = self._forced, (layout.blocks.recomputed, layout.blocks.moved, offloads)
+        if key not in self._of_passes:
+            added = zip(self._blocks.of(*key[:2]), self._least if offloads else self._resident, strict=True)
+            self._of_passes[key] = [a + b for a, b in added]
+        loads = self._of_passes[key]
+        if offloads and by_cpu > x and x < 1.0:
+            loads, more = loads.copy(), (by_cpu - x) / (1.0 - x)
+            for index, added_by_cpu in self._by_cpu:
+                loads[index] += more * added_by_cpu
         forward, backward = max(loads[:_NUM]), max(loads[_NUM:])
         if self._on_cores:
             forward, backward = max(forward, sum(loads[:_CORES])), max(backward, sum(loads[_NUM : _NUM + _CORES]))
@@ -268,6 +274,6 @@ class Bounds:
             forward = sum(loads[:3]) + loads[_WRITE]
         if overlap != "None" and not self._on_cores:  # one pass of forward may hide it
             update = max(0.0, update - forward)
-        if self._group.may_speculate:
+        if overlap != "None" and self._group.may_speculate:
             update = 0.0
         return self._num_passes * (forward + backward + self._slot) + update + self._group.exchange_seconds

@@ -51,7 +51,7 @@ from spillway.planning.step_time import (
     backward_loads,
     balanced_streamed_share,
     can_overlap,
-    exchange_loads,
+    exposed_exchange_seconds,
     predict,
     rank_rates,
     speculative_window,
@@ -341,8 +341,8 @@ class CandidateGroup:
 
     @cached_property
     def exchange_seconds(self) -> float:
-        """Between ranks, once a step: the same for every layout and split."""
-        return exchange_loads(self.work, self.rates)[Resource.NETWORK]
+        """Between ranks, once a step: what no layout and no split can hide."""
+        return exposed_exchange_seconds(self.work, self.rates)
 
     def least_worn_share(self, written_bytes: float, within: float) -> float:
         """Of the limit of drive writes, what a step uses that writes so many bytes and takes `within` seconds or
@@ -561,13 +561,13 @@ def _lean_twins(question: Question, strategy: Strategy) -> Iterator[Workload]:
 def why_not_lean(question: Question, work: Workload) -> str | None:
     """Why nothing of what `work` saves can be rebuilt; None when something can."""
     if question.node.device_kind != "Cpu":
-        return "what rebuilds cost on a GPU was never measured"
+        return "the time to recompute them on a GPU has not been measured"
     if work.strategy not in LEAN_STRATEGIES:
-        return f"under {work.strategy} parameters are whole for one segment at a time"
+        return f"with strategy {work.strategy}, a rank has all parameters of only one segment at a time"
     if not any(block.rebuilt_bytes for block in work.shape.blocks):
-        return "what it would rebuild is not known of this model"
+        return "it is not known which of these operations the model has"
     if not work.can_be_lean:
-        return f"nothing that it would rebuild reaches {format_bytes(work.minimum_bytes)}"
+        return f"all of them are smaller than {format_bytes(work.minimum_bytes)}"
     return None
 
 

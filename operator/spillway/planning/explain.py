@@ -43,13 +43,13 @@ def reasons(search: Search, chosen: Timed) -> Iterator[str]:
     yield _optimizer_reason(question, chosen.candidate)
     if question.placement == "Auto" and chosen.candidate.optimizer.nvme_share:
         yield (
-            "host memory cannot hold all offloaded bytes: every update reads and writes "
-            f"{format_bytes(stored_states_bytes(chosen.candidate.work, chosen.candidate.optimizer))} of states on NVMe"
+            "host memory cannot hold all optimizer states: each update reads and writes "
+            f"{format_bytes(stored_states_bytes(chosen.candidate.work, chosen.candidate.optimizer))} of them on NVMe"
         )
     yield from _overlap_reasons(question, chosen)
     yield from _activation_reasons(question, chosen.candidate)
     if chosen.prediction.nvme_written_bytes_per_day:
-        yield _endurance_reason(chosen)
+        yield f"NVMe: {endurance(chosen.prediction)}" + (", by each rank" if question.local_ranks > 1 else "")
 
 
 def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> Iterator[str]:
@@ -58,9 +58,9 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
     yield f"memory.mode {question.mode}: the spec decides, budgets are not checked"
     yield from _not_as_asked(question, chosen.candidate)
     for tier, amount in chosen.candidate.missing.items():
-        yield f"{format_bytes(amount)} more are needed than the {tier} budget"
+        yield f"needs {format_bytes(amount)} more than the {tier} budget"
     if question.mode == "Advise" and advised is None:
-        yield "Auto: nothing fits these budgets"
+        yield "mode Auto would find no plan within these budgets"
     elif question.mode == "Advise" and advised is not None:
         yield f"mode Auto would take {advised.prediction.step} per step:"
         said = {*_not_as_asked(question, chosen.candidate)}
@@ -76,7 +76,7 @@ def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
     elif strategy != RUN_STRATEGY:
         yield from _why_not_run(strategy, asked, question.node.device_kind)
     if question.job.spec.model.precision.compute == "float16" and question.node.device_kind == "Cpu":
-        yield "seconds: float16 is predicted with the rates of bfloat16; a CPU computes it more slowly"
+        yield "predicted seconds: computed with the rates of bfloat16, but a CPU computes float16 more slowly"
     if question.overlap in ("Forward", "Backward") and not chosen.optimizer.offloads:
         yield (
             "overlap: none, because all states are on the device, which updates them itself (the spec asks for "
@@ -87,9 +87,15 @@ def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
 def _why_not_run(strategy: Strategy, asked: str, device: DeviceKind) -> Iterator[str]:
     """Sharded models run only on CPUs so far, and only if the spec names the strategy."""
     if asked == "Auto" and device == "Cuda":
-        yield f"not runnable yet: only {RUN_STRATEGY} runs on Cuda devices, and Auto runs as {RUN_STRATEGY}"
+        yield (
+            f"not runnable yet: only {RUN_STRATEGY} runs on Cuda devices; a job with strategy Auto runs as "
+            f"{RUN_STRATEGY}"
+        )
     elif asked == "Auto":
-        yield f"Auto runs as {RUN_STRATEGY}; set spec.parallelism.strategy: {strategy} to run this plan"
+        yield (
+            f"a job with strategy Auto runs as {RUN_STRATEGY}; set spec.parallelism.strategy: {strategy} to run this "
+            "plan"
+        )
     elif device == "Cuda":
         yield f"not runnable yet: {strategy} does not run on Cuda devices; use {RUN_STRATEGY}"
 
@@ -105,13 +111,13 @@ def _strategy_reason(search: Search, chosen: Timed) -> str:
     if question.strategy == "Auto" and question.job.spec.model.precision.compute == "float16":
         return f"strategy {strategy}: the only one with a loss scale for float16"
     if question.strategy == "Auto" and question.job.spec.training.optimizer.moments == "int8":
-        return f"strategy {strategy}: the only one that keeps blocks of int8 moments whole"
+        return f"strategy {strategy}: the only one that works with int8 moments"
     if question.strategy == "Auto":
         fit = sorted(one for one in search.strategies if one == strategy or search.of_strategy(one).fits())
         best_of = "the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}"
         return f"strategy {strategy}: {best_of}"
     asked = question.job.spec.parallelism.strategy == strategy
-    return f"strategy {strategy}: " + ("the spec asks for it" if asked else "what Auto runs as")
+    return f"strategy {strategy}: " + ("the spec asks for it" if asked else "Auto uses it")
 
 
 def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
@@ -146,11 +152,11 @@ def _resident(work: Workload, streaming: Streaming) -> str:
     ends = " and ".join(name for index, name in ((0, "embedding"), (last, "head")) if index in stay)
     sharing = ", ".join(shape.segments[index].name for index in stay if index in tied and 0 < index < last)
     parts = (
-        (ends, "which would set the size of the slots"),
-        (sharing, "which share their parameters"),
+        (ends, "because it would need larger slots"),
+        (sharing, "because they share parameters"),
         (
             "the last blocks" if any(index not in tied | {0, last} for index in stay) else "",
-            "which backward needs first",
+            "because backward needs them first",
         ),
     )
     return "; ".join(f"{what}, {why}" for what, why in parts if what)
@@ -159,7 +165,10 @@ def _resident(work: Workload, streaming: Streaming) -> str:
 def _order_reason(work: Workload, streaming: Streaming) -> str:
     batches = work.num_micro_batches
     if streaming.order == "InOrder":
-        return f"order: one micro-batch at a time; each offloaded layer is loaded for each of {batches}"
+        return (
+            f"order: one micro-batch at a time; each offloaded layer is loaded again for each of the {batches} "
+            "micro-batches"
+        )
     stays = streaming.boundaries is Policy.KEEP
     held = format_bytes(frontier_bytes(work) if stays else waiting_frontier_bytes(work))
     where = "on the device" if stays else f"on {streaming.boundaries}"
@@ -195,7 +204,7 @@ def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
     asked = "" if question.overlap == "Auto" else f" (the spec asks for {question.overlap})"
     if candidate.optimizer.overlap == "None":
         why = asked or _why_not_overlapped(question, candidate)
-        yield f"overlap: none, forward begins after the update{why}"
+        yield f"overlap: none, the next forward begins after the update{why}"
         return
     if question.overlap == "Backward" and candidate.optimizer.overlap == "Forward":
         asked = " (the spec asks for Backward, which needs spare CPU time and host memory)"
@@ -204,16 +213,16 @@ def _overlap_reasons(question: Question, chosen: Timed) -> Iterator[str]:
     window, backward = candidate.optimizer.speculative_parameters, ""
     if window:
         early = window / (candidate.optimizer.updated_by_cpu * candidate.work.rank_parameters)
-        backward = f"{early:.0%} of the CPU's update runs during backward, and counts unless gradients are clipped; "
+        backward = f"{early:.0%} of the CPU's update runs during backward, and is discarded if gradients are clipped; "
     yield (
         f"overlap: {backward}each layer of the next forward waits only for its own parameters' update{asked}; "
-        f"that hides {prediction.format(hidden)} of {prediction.format(whole)}"
+        f"that hides {prediction.format(hidden)} of the update's {prediction.format(whole)}"
     )
 
 
 def _why_not_overlapped(question: Question, chosen: Candidate) -> str:
     if rates_of(question).copies_use_cores:
-        return "; on a CPU both use the same cores"
+        return "; on a CPU forward and update use the same cores"
     if chosen.work.strategy in ZERO_STRATEGIES:
         return "; forward needs the updates of all ranks"
     return "; loads of offloaded layers would queue behind the update's uploads"
@@ -233,7 +242,7 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
     yield f"activations of {blocks.num_layers} blocks {each}, first to last: {parts}{asked}"
     if blocks.moved and not work.sum_of("moved", 0, blocks.num_layers):
         smallest = format_bytes(work.minimum_bytes)
-        yield f"all their tensors are smaller than {smallest}, too small to move: all are kept on the device"
+        yield f"all their tensors are smaller than {smallest}, which is too small to move: all are kept on the device"
         return
     if blocks.nvme and question.policy == "Auto":
         yield "host memory is filled first; NVMe takes the blocks that backward needs last"
@@ -244,12 +253,12 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
     if reserve := chosen.bytes[Tier.HOST].reserve:
         yield f"host memory: {format_bytes(reserve)} reserved for activations that a live correction moves from NVMe"
     if blocks.moved and chosen.window_bytes == 0:
-        yield "no device memory for copies in flight: forward waits for each"
+        yield "no device memory is left for copies in flight: forward waits for each copy"
 
 
 def _why_not_lean(question: Question, work: Workload) -> Iterator[str]:
     if (why := why_not_lean(question, work)) is not None:
-        yield f"norms, activation functions and products are held, not rebuilt: {why}"
+        yield f"outputs of norms, activation functions and products are stored, not recomputed: {why}"
 
 
 def _lean_reason(chosen: Candidate) -> str:
@@ -257,21 +266,18 @@ def _lean_reason(chosen: Candidate) -> str:
     ends = ((0, blocks.moved), (blocks.moved + blocks.recomputed, blocks.num_layers))
     rebuilt, saved = (sum(work.sum_of(field, *each) for each in ends) for field in ("rebuilt", "saved"))
     return (
-        f"{format_bytes(rebuilt)} of the {format_bytes(saved)} that blocks keep or move are norms, activation "
-        "functions and products: rebuilt in backward instead of held"
+        f"{format_bytes(rebuilt)} of the {format_bytes(saved)} that blocks keep or move are outputs of norms, "
+        f"activation functions and products: they are recomputed in backward instead of stored"
     )
 
 
-def _endurance_reason(chosen: Timed) -> str:
-    prediction = chosen.prediction
-    written = f"NVMe: {format_bytes(prediction.nvme_written_bytes_per_day)} written per day at most"
-    return f"{written}, {prediction.drive_writes_per_day:.2g} drive writes a day{rated(prediction)}"
-
-
-def rated(prediction: Prediction) -> str:
-    """How long drives last that write so much every day, where the catalog knows what they are rated for."""
+def endurance(prediction: Prediction) -> str:
+    """What one rank writes to its share of the drives, and how long they last at that rate, where the catalog knows
+    what they are rated for."""
     years = prediction.years_until_rated_writes
-    return "" if years is None else f": {years:.2g} years until the drives' rated total"
+    lasts = "" if years is None else f"; the drives reach their rated total writes in {years:.2g} years"
+    written = format_bytes(prediction.nvme_written_bytes_per_day)
+    return f"at most {written} written per day, {prediction.drive_writes_per_day:.2g} drive writes a day{lasts}"
 
 
 def _counted(*parts: tuple[str, float, str]) -> str:
@@ -340,13 +346,13 @@ def _lost(search: Search, summary: str, chosen: Timed | None) -> Iterator[Altern
         return
     choice = best(in_budget)
     if chosen is None or choice.wears_out:
-        reason = f"wears the drives out: {choice.prediction.drive_writes_per_day:.2g} drive writes a day"
+        reason = f"would wear out the drives: {choice.prediction.drive_writes_per_day:.2g} drive writes a day"
     elif choice.candidate == chosen.candidate:
         return
     elif choice.seconds < chosen.seconds and choice.priced_seconds > chosen.priced_seconds:
         per_day = choice.prediction.drive_writes_per_day
         reason = (
-            f"{1 - choice.seconds / chosen.seconds:.1%} faster, which is not worth {per_day:.2g} drive writes a day"
+            f"{1 - choice.seconds / chosen.seconds:.1%} faster, which does not justify {per_day:.2g} drive writes a day"
         )
     elif choice.seconds > TIE * chosen.seconds:
         reason = f"{choice.seconds / chosen.seconds - 1:.0%} slower, bound by {choice.prediction.bound_by}"
@@ -395,7 +401,7 @@ def _too_large(question: Question) -> str:
     if largest.parameter_bytes <= budget:
         return ""
     held = format_bytes(largest.parameter_bytes)
-    return f"segment {largest.name} alone has {held} of parameters; the device budget is {format_bytes(budget)}"
+    return f"the parameters of segment {largest.name} alone take {held}; the device budget is {format_bytes(budget)}"
 
 
 def lacking(outcome: Infeasible, where: str) -> str:
@@ -476,10 +482,12 @@ def _larger_node(search: Search, nearest: Candidate) -> str:
     capacities = _capacities(question)
     ranks = {tier: 1 if tier is Tier.DEVICE else question.local_ranks for tier in Tier}
     if search.within({tier: capacities[tier] // ranks[tier] for tier in Tier}).fits():
-        return "larger budgets of several tiers: with all of the node's memory it fits"
+        return (
+            "larger budgets in spec.memory.budget for several tiers (the job fits if it may use all memory of the node)"
+        )
     wanted = {tier: nearest.bytes[tier].total * ranks[tier] for tier in nearest.missing}
     needs = (
-        f"{format_bytes(amount)} of {tier} memory (it has {format_bytes(capacities[tier])})"
+        f"{format_bytes(amount)} of {tier} memory (this node has {format_bytes(capacities[tier])})"
         for tier, amount in wanted.items()
     )
     return f"a node with {' and '.join(needs)}"

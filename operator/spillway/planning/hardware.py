@@ -117,11 +117,13 @@ def resolve_node(name: str) -> NodeSpec:
     aliases = {alias: key for key, entry in _catalog().items() for alias in (key, *entry["aliases"])}
     names = {alias: key for alias, key in aliases.items() if _catalog()[key]["kind"] != "Disk"}
     if base not in names and (counted := re.fullmatch(r"(\d+)x(.+)", base)) and counted[2] in names:
-        raise UserError(f"--node {name}: {counted[1]} devices: a count is from 1 to 999, as in 8x{counted[2]}")
+        raise UserError(f"--node {name}: {counted[1]} devices; the number must be from 1 to 999, as in 8x{counted[2]}")
     if base not in names:
         near = difflib.get_close_matches(base, names, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else "."
-        raise UserError(f"no node class {base!r}{hint} Known: {', '.join(node_names())}; 8xNAME sets the devices")
+        raise UserError(
+            f"no node class {base!r}{hint} Known: {', '.join(node_names())}; 8xNAME is a node with 8 devices"
+        )
     node = _node(names[base])
     node = _with_devices(node, int(count) if count else node.num_devices)
     return _with_drives(node, int(_catalog()[names[base]]["node"]["num_disks"]["value"]), drives) if plus else node
@@ -134,7 +136,9 @@ def _with_drives(node: NodeSpec, num_drives: int, wanted: str) -> NodeSpec:
     match = re.fullmatch(_COUNTED, wanted)
     disks = sorted(name for name, entry in _catalog().items() if entry["kind"] == "Disk")
     if match is None or match[2] not in disks:
-        raise UserError(f"no drives {wanted!r} for a node; known: {', '.join(disks)}; 4xNAME sets how many")
+        raise UserError(
+            f"--node: no drives {wanted!r}; known: {', '.join(disks)}; NODE+4xNAME is a node with 4 of them"
+        )
     return replace(node, name=f"{node.name}+{wanted}", **_drives(match[2], int(match[1]) if match[1] else num_drives))
 
 

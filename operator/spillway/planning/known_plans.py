@@ -54,7 +54,7 @@ class PlanMissing(BaseException):
     """Raised inside `only_known`. No error: whoever handles errors of planning must not handle it."""
 
     def __init__(self, questions: tuple[PlanQuestion, ...]) -> None:
-        super().__init__(f"{len(questions)} plans are not known yet")
+        super().__init__(f"{len(questions)} plans are not computed yet")
         self.questions = questions
 
 

@@ -291,7 +291,7 @@ def model_shape(
         modules = ", ".join(sorted({name.rpartition(".")[2] for name in sizes.modules}))
         raise UserError(
             f"spec.model.lora.targetModules = {', '.join(lora.target_modules)[:200]}: {config.architecture} has none "
-            f"of these, so that nothing would be trained; it has {modules}"
+            f"of these, so nothing would be trained; choose from {modules}"
         )
     tables = 2 * (config.hidden_size // config.num_heads) * sizes.b if config.architecture == "llama" else 0
     return ModelShape(

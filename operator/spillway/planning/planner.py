@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from spillway.api.members import devices_problems
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.plan import ActivationPlan, Alternative, Infeasible, MemoryPlan, Policy, Strategy, Tier
@@ -36,6 +37,8 @@ class Overrides:
     host_bytes: int | None = None
     nvme_bytes: int | None = None
     world_size: int | None = None
+    member_devices: int | None = None
+    """Devices of a sweep; each member is planned for one of them. Budgets are those of all."""
     strategy: Strategy | None = None
     """The strategy that the caller will run; None: the spec's."""
     shape: ModelShape | None = None
@@ -137,6 +140,10 @@ def make_plan(
 def _planned(job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explained: bool) -> MemoryPlan | Infeasible:
     if not job.spec.members:
         return _plan_of_one(job, node, overrides, explained=explained)
+    num_devices = overrides.world_size or job.spec.parallelism.devices_per_node
+    for problem in devices_problems(job.spec, num_devices):
+        raise UserError(str(problem))
+    overrides = replace(overrides, world_size=None, member_devices=num_devices)
     budget = ask(job, node, overrides).budget
     known: dict[tuple[str, tuple[tuple[Tier, int], ...], bool], MemoryPlan] = {}
 
@@ -151,8 +158,8 @@ def _planned(job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explaine
         left = replace(
             overrides,
             device_bytes=device,
-            host_bytes=host,
-            nvme_bytes=nvme,
+            host_bytes=host * num_devices,
+            nvme_bytes=nvme * num_devices,
             shape=shape,
             corrections=NO_CORRECTIONS,
         )
@@ -162,7 +169,7 @@ def _planned(job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explaine
         known[what] = found
         return found
 
-    return plan_sweep(job, node, overrides.shape, budget[Tier.NVME], plan_one)
+    return plan_sweep(job, node, overrides.shape, budget[Tier.NVME], num_devices, plan_one)
 
 
 def _plan_of_one(
@@ -197,16 +204,18 @@ def _contradiction(question: Question) -> str:
     """Parameters are streamed only with their update on the CPU, and where every rank has whole segments."""
     if question.placement == "Device":
         return (
-            "spec.memory.advanced.optimizer.placement = Device: streamed parameters are updated by the CPU beside "
-            "their homes; use Auto, or spec.memory.advanced.parameters.placement: Resident"
+            "spec.memory.advanced.optimizer.placement = Device: the CPU updates streamed parameters, so their "
+            "optimizer states cannot be on the device; use Auto, or spec.memory.advanced.parameters.placement: Resident"
         )
     if question.overlap == "Backward":
         return (
-            "spec.memory.advanced.optimizer.overlap = Backward: streamed parameters cannot be updated before it is "
-            "known that this will count; use Auto or Forward, or spec.memory.advanced.parameters.placement: Resident"
+            "spec.memory.advanced.optimizer.overlap = Backward: streamed parameters cannot be updated during backward, "
+            "because that update may have to be discarded; use Auto or Forward, or "
+            "spec.memory.advanced.parameters.placement: Resident"
         )
     return (
-        f"spec.parallelism.strategy = {question.strategy}: parameters can be streamed where ranks share nothing; use "
+        f"spec.parallelism.strategy = {question.strategy}: parameters cannot be streamed with a strategy that shards "
+        f"them; use "
         f"{' or '.join(sorted(STREAMING_STRATEGIES))}, or spec.memory.advanced.parameters.placement: Resident"
     )
 
@@ -215,8 +224,8 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
     """Resolve spec, node and overrides into one question."""
     spec = job.spec
     parallelism, memory = spec.parallelism, spec.memory
-    local_ranks = overrides.world_size or parallelism.devices_per_node
-    world_size = overrides.world_size or parallelism.world_size
+    local_ranks = overrides.member_devices or overrides.world_size or parallelism.devices_per_node
+    world_size = 1 if overrides.member_devices else overrides.world_size or parallelism.world_size
     _check_devices(job, node, local_ranks)
     micro_batch_size = spec.training.micro_batch_size
     if spec.training.global_batch_size % (micro_batch_size * world_size):
@@ -226,8 +235,8 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         )
     if memory.advanced.optimizer.overlap == "Backward" and world_size > 1:
         raise UserError(
-            f"spec.memory.advanced.optimizer.overlap = Backward: {world_size} ranks add up their gradients first, so "
-            "that none can be used before; use Auto or Forward"
+            f"spec.memory.advanced.optimizer.overlap = Backward: {world_size} ranks must sum their gradients before "
+            f"they can use any; use Auto or Forward"
         )
     strategy = overrides.strategy or parallelism.strategy
     all_devices = node.num_devices if node.device_kind == "Cuda" else local_ranks
@@ -254,7 +263,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         },
         world_size=world_size,
         local_ranks=local_ranks,
-        num_nodes=world_size // local_ranks,
+        num_nodes=max(1, world_size // local_ranks),
         micro_batch_size=micro_batch_size,
         mode=memory.mode,
         strategy=strategy,

@@ -18,11 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from spillway.api.job_spec import JobSpec
 from spillway.api.limits import ENTRY_POINT_MEMORY_BYTES
 from spillway.api.members import named_specs, num_corpora, solo_specs
 from spillway.api.model import Model
+from spillway.api.script import ScriptSpec
 from spillway.api.training_job import TrainingJobSpec
-from spillway.plan import MemoryPlan, Tier
+from spillway.plan import DeviceKind, MemoryPlan, Tier
 from spillway.planning.model_shape import ModelShape, shape_of
 from spillway.planning.workload import ZERO_STRATEGIES, padded
 from spillway.units import GIB, MIB, format_bytes
@@ -69,7 +71,9 @@ BYTES_PER_TEXT_BYTE = 2
 """Most bytes of token shards per byte of text: a token has two bytes and stands for at least one (above 65536 tokens
 four, and then for several)."""
 SCRATCH_BYTES = 256 * MIB
-"""run.jsonl, /tmp and the container's log, which the kubelet cuts at 50 MiB."""
+"""run.jsonl, /tmp and the container's log, which the kubelet cuts at 50 MiB; unless pod.resources.scratch says more."""
+SCRIPT_SCRATCH_BYTES = 2 * GIB
+"""The same of a script, which may download to /tmp and save to /work."""
 FILE_SYSTEM_SHARE = 0.02
 """Share of a volume that the file system takes."""
 
@@ -81,6 +85,8 @@ SMALLEST_REQUEST = 0.001
 """Cores, as fine as the API server stores them."""
 CHECKPOINT_BYTES_PER_SECOND = 250e6
 """Rate at which a checkpoint is surely written, even over a network; assumed."""
+SCRIPT_GRACE_SECONDS = 120
+"""For a script that saves when it is asked to stop."""
 GRACE_SECONDS = 30
 """In addition to the step in flight and its checkpoint: ranks end, metrics are scraped a last time."""
 LONGEST_GRACE_SECONDS = 3600
@@ -136,6 +142,25 @@ def pod_resources(
     )
 
 
+def script_resources(spec: ScriptSpec, device: DeviceKind) -> PodResources:
+    """What a pod of a script needs: what its spec says."""
+    ranks, on_cuda, memory = spec.parallelism.devices_per_node, device == "Cuda", spec.pod.resources.memory
+    assert memory is not None, "required with command"
+    spill = padded(ceil((spec.memory.budget.nvme or 0) / spec.spill.num_volumes), MIB)
+    scratch = spec.pod.resources.scratch or SCRIPT_SCRATCH_BYTES
+    return PodResources(
+        memory_bytes=memory,
+        shared_memory_bytes=shared_memory_bytes(spec, ranks, device),
+        spill_volume_bytes=spill,
+        ephemeral_storage_bytes=padded(scratch + (0 if spec.spill.storage_class_name else spill), MIB),
+        cpu_cores=spec.pod.resources.cpu or float(ranks),
+        devices=ranks if on_cuda else 0,
+        resource_name=spec.pod.resource_name if on_cuda else "",
+        extended=tuple(sorted(spec.pod.resources.extended.items())),
+        grace_seconds=SCRIPT_GRACE_SECONDS,
+    )
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -150,8 +175,10 @@ def memory_bytes(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) 
 
 def pod_runtime_bytes(spec: TrainingJobSpec, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
     """`runtime_bytes` of the member that needs most, for they share the pod; of a job that is no sweep, its own."""
-    trackers = TRACKERS_BYTES if spec.tracking is not None else 0
-    return trackers + max(runtime_bytes(one.model, num_local_ranks, device, strategy) for one in solo_specs(spec))
+    beside = TRACKERS_BYTES if spec.tracking is not None else 0
+    if spec.members and num_local_ranks > 1:
+        beside += RANK_BYTES  # the sweep's own process
+    return beside + max(runtime_bytes(one.model, num_local_ranks, device, strategy) for one in solo_specs(spec))
 
 
 def runtime_bytes(model: Model, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
@@ -192,7 +219,7 @@ def unplanned_bytes(spec: TrainingJobSpec) -> int:
     return (spec.memory.budget.host or 0) if spec.memory.mode == "Disabled" else 0
 
 
-def shared_memory_bytes(spec: TrainingJobSpec, num_local_ranks: int, device: str) -> int:
+def shared_memory_bytes(spec: JobSpec, num_local_ranks: int, device: str) -> int:
     """Size of the tmpfs on the pod's shared-memory mount."""
     if spec.pod.resources.shared_memory is not None:
         return spec.pod.resources.shared_memory
@@ -240,7 +267,11 @@ def with_snapshot(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryPlan:
     lacking = needed - (plan.budget[Tier.HOST] - plan.slab_bytes(Tier.HOST))
     if plan.world_size == 1 and lacking <= 0:
         return plan.model_copy(update={"snapshot_bytes": needed})
-    why = f"{plan.world_size} ranks" if plan.world_size > 1 else f"host memory lacks {format_bytes(lacking)} for a copy"
+    why = (
+        f"{plan.world_size} ranks"
+        if plan.world_size > 1
+        else f"host memory lacks {format_bytes(lacking)} for a copy of the checkpoint"
+    )
     return stopping_for_checkpoints(plan, why)
 
 
@@ -264,7 +295,7 @@ def emptydir_bytes(
     """Ephemeral storage without the slab: scratch, and without a claim also checkpoints and corpus. `shape`: of
     spec.model, if it was inspected."""
     if spec.checkpoint.claim is not None:
-        return SCRATCH_BYTES
+        return _scratch_bytes(spec)
     members = named_specs(spec)
     sizes = {
         name: checkpoint_bytes(one, device, shape if one.model == spec.model else None) for name, one in members.items()
@@ -274,13 +305,18 @@ def emptydir_bytes(
 
 def _emptydir_bytes(spec: TrainingJobSpec, sizes: Mapping[str, int], text_bytes: int | None) -> int:
     """`sizes`: of one checkpoint of each member."""
+    scratch = _scratch_bytes(spec)
     if spec.checkpoint.claim is not None:
-        return SCRATCH_BYTES
+        return scratch
     members = named_specs(spec)
     # One more than are kept: the next one is whole before the oldest goes. Each member of a sweep keeps its own.
     kept = {name: one.checkpoint.keep + one.checkpoint.keep_best for name, one in members.items()}
     checkpoints = sum((kept[name] + 1) * sizes[name] for name in members)
-    return SCRATCH_BYTES + checkpoints + num_corpora(tuple(members.values())) * corpus_bytes(spec, text_bytes)
+    return scratch + checkpoints + num_corpora(tuple(members.values())) * corpus_bytes(spec, text_bytes)
+
+
+def _scratch_bytes(spec: TrainingJobSpec) -> int:
+    return spec.pod.resources.scratch or SCRATCH_BYTES
 
 
 def corpus_bytes(spec: TrainingJobSpec, text_bytes: int | None) -> int:
@@ -301,7 +337,7 @@ def _cores(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> flo
 
 
 def grace_seconds(spec: TrainingJobSpec, plan: MemoryPlan) -> int:
-    writing = max(planned_checkpoint_bytes(spec, plan).values()) / CHECKPOINT_BYTES_PER_SECOND
+    writing = plan.member_devices * max(planned_checkpoint_bytes(spec, plan).values()) / CHECKPOINT_BYTES_PER_SECOND
     writing += plan.snapshot_bytes / CHECKPOINT_BYTES_PER_SECOND  # of the checkpoint that is being written behind
     needed = STEP_PATIENCE * plan.prediction.step_seconds + writing + GRACE_SECONDS
     return ceil(min(LONGEST_GRACE_SECONDS, needed))

@@ -166,8 +166,6 @@ class Search:
             while waiting and waiting[0][0] <= limit and waiting[0][0] < inf:
                 _, row, number = heappop(waiting)
                 layout, numbers = (group.layouts[number], []) if number >= 0 else group.layouts.rows[row]
-                if bound(group, layout) > limit:  # which was another one
-                    continue
                 for each in numbers:
                     heappush(waiting, (bound(group, group.layouts[each]), row, each))
                 for choice in (
@@ -176,8 +174,8 @@ class Search:
                     found.append(((index, number), choice))
                     limit = min(limit, TIE * choice.priced_seconds)
 
-        for _, index in sorted((bound(group, group.least), index) for index, group in self._possible()):
-            if bound(self.groups[index], self.groups[index].least) <= limit:
+        for least, index in sorted((bound(group, group.least), index) for index, group in self._possible()):
+            if least <= limit:
                 look_at(index, self.groups[index])
         return [choice for _, choice in sorted(found, key=itemgetter(0))]
 

@@ -65,20 +65,22 @@ def _base_of(spec: TrainingJobSpec) -> str:
 def planned_together(
     jobs: Sequence[TrainingJob],
     shapes: Sequence[ModelShape],
+    most: int,
     reserved: Mapping[Tier, int],
     plan_one: PlanOne,
 ) -> Together | None:
-    """The plan with which most of `jobs`, which have one base, are attached together: all of them, a half, a quarter.
+    """The plan with which most of `jobs`, which have one base, are attached together: `most` of them, a half, a
+    quarter.
 
     None where two do not fit, or where a step of each would take longer than alone.
     """
     by_width = sorted(range(len(jobs)), key=lambda index: -shapes[index].num_trained)
     widest = by_width[0]
     alone = plan_one(jobs[widest], reserved, False)
-    for num_attached in _counts(len(jobs)):
+    for num_attached in _counts(most):
         attached = by_width[:num_attached]
-        most = _most_own_bytes([_work(jobs[index], shapes[index], in_place=False) for index in attached])
-        taken = {tier: reserved.get(tier, 0) + most[tier] for tier in Tier}
+        own = _most_own_bytes([_work(jobs[index], shapes[index], in_place=False) for index in attached])
+        taken = {tier: reserved.get(tier, 0) + own[tier] for tier in Tier}
         plan = plan_one(_with_batches_of(jobs[widest], num_attached), taken, True)
         if isinstance(plan, Infeasible):
             continue

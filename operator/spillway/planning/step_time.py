@@ -6,7 +6,8 @@
                          accumulation of gradients
     update, once         CPU, device, h2d and d2h of the shares, host memory under all of them, disk read and write of
                          states and disk write of homes
-    exchange, once       gradients and parameters between ranks, where they are not part of the above
+    exchange, once       gradients and parameters between ranks, where they are not part of the above; on CPUs of
+                         several nodes it runs behind the last backward
 
 Inside a phase resources work side by side, so the phase takes as long as the busiest; phases follow one another,
 because the update needs the norm of all gradients and the next forward needs the update, or, where the plan overlaps
@@ -289,6 +290,16 @@ def exchange_loads(work: Workload, rates: Rates) -> Loads:
     return {Resource.NETWORK: _exchanged(work, bytes_per_parameter * work.shape.num_trained) / rates.network}
 
 
+def exposed_exchange_seconds(work: Workload, rates: Rates, backward_seconds: float = math.inf) -> float:
+    """What one pass of backward does not hide of the exchange. On CPUs Ddp sends a segment's gradients once backward
+    has left it, but between ranks of one node the cores that compute send them, so that nothing is saved."""
+    whole = exchange_loads(work, rates)[Resource.NETWORK]
+    if work.on_cuda or work.shards("states") > 1 or work.world_size == work.local_ranks:
+        return whole
+    left = (whole * sent - (backward_seconds * passed if passed else 0.0) for sent, passed in work.forward_order)
+    return max(0.0, *left)
+
+
 def _exchanged(work: Workload, nbytes: int) -> float:
     """What one rank sends of them in one pass of a ring."""
     return (work.world_size - 1) / work.world_size * nbytes
@@ -476,7 +487,8 @@ def predict(
     hidden = hidden_seconds(work, rates, optimizer, blocks, streaming, overlapped=overlapped) if overlaps else 0.0
     exposed = update_seconds(work, rates, optimizer, streaming) - hidden
     waited = exposed - update_work(work, optimizer).seconds(rates) if overlaps else 0.0  # in the next forward
-    step_seconds = passes + exposed + exchange[Resource.NETWORK]
+    exchanging = exposed_exchange_seconds(work, rates, phase_seconds(backward, rates))
+    step_seconds = passes + exposed + exchanging
     in_passes = _summed(((forward, num_passes), (backward, num_passes)))
     total = _summed(((in_passes, 1), (update, 1), (exchange, 1)))
     per_step = written_bytes(work, optimizer, blocks, streaming)
@@ -486,13 +498,13 @@ def predict(
         calibrated=rates.calibrated,
         compute_seconds=compute,
         exposed_optimizer_seconds=exposed,
-        exposed_transfer_seconds=passes - compute + exchange[Resource.NETWORK],
+        exposed_transfer_seconds=passes - compute + exchanging,
         bound_by=max(total, key=total.__getitem__).value,
         link_bytes=_link_bytes(rates, in_passes, update, rates.duplex if optimizer.streamed_share else 1.0),
         phase_seconds={
             **busy,
             Phase.WAIT: max(0.0, passes - sum(busy.values())) + waited,
-            Phase.EXCHANGE: exchange[Resource.NETWORK],
+            Phase.EXCHANGE: exchanging,
             Phase.OPTIMIZER: exposed - waited,
         },
         nvme_read_bytes_per_second=rates.read if total[Resource.READ] else 0.0,

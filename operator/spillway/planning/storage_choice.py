@@ -125,8 +125,8 @@ def choose(storages: Sequence[SavedStorage], limits: PolicyLimits) -> Choice | N
         index = next(index for index, storage in enumerate(storages) if storage.nbytes == largest)
         return NoChoice(
             largest - limits.device_bytes,
-            f"saved storage {index} takes {format_bytes(largest)} while it is made, and the device has "
-            f"{format_bytes(limits.device_bytes)} for saved storages",
+            f"storage {index} of the tensors saved for backward takes {format_bytes(largest)} on the device when it is "
+            f"made, but the device has only {format_bytes(limits.device_bytes)} for them",
         )
     course = StepSimulation(storages, limits)
     if len(storages) > MAX_STORAGES:
@@ -659,17 +659,17 @@ def _told(course: StepSimulation, played: Played) -> Choice:
 
 def _reason(course: StepSimulation, played: Played) -> str:
     parts = []
-    for answer, where in ((KEEP, "kept"), (RECOMPUTE, "rebuilt"), (HOST, "to host memory"), (NVME, "to NVMe")):
+    for answer, where in ((KEEP, "kept"), (RECOMPUTE, "recomputed"), (HOST, "to host memory"), (NVME, "to NVMe")):
         sizes = [size for size, given in zip(course.sizes, played.answers, strict=True) if given is answer]
         if sizes:
             parts.append(f"{format_bytes(sum(sizes))} in {len(sizes)} storages {where}")
     waits = f"{format_seconds(played.stall_seconds)} of waiting"
     if played.recompute_seconds:
-        waits += f" and {format_seconds(played.recompute_seconds)} of rebuilding"
-    price = f"; a MiB is rebuilt for up to {format_seconds(played.price * 2**20)}" if played.price else ""
+        waits += f" and {format_seconds(played.recompute_seconds)} of recomputation"
+    price = f"; recomputing a MiB may take up to {format_seconds(played.price * 2**20)}" if played.price else ""
     return (
         f"{', '.join(parts) or 'nothing is saved'}; {waits} in a step of {format_seconds(course.seconds)}{price}; "
-        f"{format_bytes(played.peak_bytes)} of {format_bytes(course.limits.device_bytes)} on the device"
+        f"peak {format_bytes(played.peak_bytes)} of {format_bytes(course.limits.device_bytes)} on the device"
     )
 
 
@@ -681,11 +681,11 @@ def _refusal(course: StepSimulation) -> NoChoice:
     staying = int(min(limits.device_bytes, limits.kept_bytes))
     missing = max(1, total - leaving - staying)
     may = (
-        f"the device {format_bytes(staying)}, host memory {format_bytes(limits.offloadable_bytes)}, NVMe "
-        f"{format_bytes(min(limits.spillable_bytes, total))}"
+        f"{format_bytes(staying)} on the device, {format_bytes(limits.offloadable_bytes)} in host memory, "
+        f"{format_bytes(min(limits.spillable_bytes, total))} on NVMe"
     )
     return NoChoice(
         missing,
-        f"{format_bytes(total)} in {len(course.sizes)} storages fit nowhere: {format_bytes(rebuilt)} of them can be "
-        f"rebuilt, and there may be on {may}; {format_bytes(missing)} or more are missing",
+        f"{format_bytes(total)} in {len(course.sizes)} storages do not fit: {format_bytes(rebuilt)} can be recomputed, "
+        f"and the limits are {may}; at least {format_bytes(missing)} are missing",
     )

@@ -1,20 +1,20 @@
 """The plan of a sweep: every member's own plan, what all of them need together, and how they take turns.
 
-One member at a time has its memory, or several on one frozen base (shared_base.py); the others wait with their states
-(masters and moments) on NVMe. So a sweep needs of the device and the host what its largest member needs, or the largest
-that are attached together, and of NVMe that and the states of all members.
+On each device one member at a time has its memory, or several on one frozen base (shared_base.py); the others wait with
+their states (masters and moments) on NVMe. So a sweep needs of each device, and of the host for it, what its largest
+member needs, or the largest that are attached together, and of NVMe that and the device's part of all members' states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
+from typing import Literal
 
 from spillway.api.members import member_training_job
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.plan import SLAB_EXTRA_BYTES, Infeasible, MemberPlan, MemoryPlan, Prediction, Tier, TierBytes, Turns
 from spillway.planning.hardware import NodeSpec
-from spillway.planning.member_schedule import MemberWork, SegmentWork, bound_seconds, machine_of
 from spillway.planning.model_shape import ModelShape, shape_of
 from spillway.planning.shared_base import PlanOne, Together, bases, planned_together
 from spillway.planning.workload import PAGE_BYTES, padded
@@ -35,16 +35,23 @@ PARKING_BUFFER_BYTES = 4 * MIB
 
 
 def plan_sweep(
-    job: TrainingJob, node: NodeSpec, shape: ModelShape | None, nvme_budget_bytes: int, plan_one: PlanOne
+    job: TrainingJob,
+    node: NodeSpec,
+    shape: ModelShape | None,
+    nvme_budget_bytes: int,
+    num_devices: int,
+    plan_one: PlanOne,
 ) -> MemoryPlan | Infeasible:
-    """`shape`: of the job's own model where it was inspected. Infeasible, by name, when a member does not fit."""
+    """`shape`: of the job's own model where it was inspected. Budget and plan are those of one of `num_devices`.
+    Infeasible, by name, when a member does not fit."""
     jobs = {member.name: member_training_job(job, member) for member in job.spec.members}
     shapes = {name: _shape(one, job, shape, node) for name, one in jobs.items()}
     parked = {name: parked_bytes(one.spec, shapes[name]) for name, one in jobs.items()}
-    reserved = {Tier.HOST: PARKING_BUFFER_BYTES, Tier.NVME: sum(parked.values())} if len(jobs) > 1 else {}
+    part = padded(ceil(sum(parked.values()) / num_devices), PAGE_BYTES)
+    reserved = {Tier.HOST: PARKING_BUFFER_BYTES, Tier.NVME: part} if len(jobs) > 1 else {}
     if reserved.get(Tier.NVME, 0) > nvme_budget_bytes:
-        return _no_room_to_park(job, node, parked, nvme_budget_bytes)
-    sharing = dict(_sharing(jobs, shapes, reserved, plan_one))
+        return _no_room_to_park(job, node, parked, nvme_budget_bytes, part)
+    sharing = dict(_sharing(jobs, shapes, reserved, num_devices, plan_one))
     members = list[MemberPlan]()
     for name, one in jobs.items():
         base, together = sharing.get(name, ("", None))
@@ -62,19 +69,21 @@ def plan_sweep(
                 num_attached=1 if together is None else together.num_attached,
             )
         )
-    return _envelope(job, node, members, turns(job.spec, members, node))
+    return _envelope(job, node, members, turns(job.spec, members, num_devices))
 
 
 def _sharing(
     jobs: Mapping[str, TrainingJob],
     shapes: Mapping[str, ModelShape],
     reserved: Mapping[Tier, int],
+    num_devices: int,
     plan_one: PlanOne,
 ) -> Iterator[tuple[str, tuple[str, Together]]]:
     """Of each member that shares its base: the first on it, and how they are attached."""
     for first, names in bases({name: one.spec for name, one in jobs.items()}).items():
         of_names = [jobs[name] for name in names]
-        together = planned_together(of_names, [shapes[name] for name in names], reserved, plan_one)
+        most = ceil(len(names) / num_devices)  # as many on every device
+        together = planned_together(of_names, [shapes[name] for name in names], most, reserved, plan_one)
         if together is not None:
             yield from ((name, (first, together)) for name in names)
 
@@ -87,7 +96,7 @@ def parked_bytes(spec: TrainingJobSpec, shape: ModelShape) -> int:
     return padded(states + short_blocks, PAGE_BYTES)
 
 
-def turns(spec: TrainingJobSpec, members: Sequence[MemberPlan], node: NodeSpec) -> Turns:
+def turns(spec: TrainingJobSpec, members: Sequence[MemberPlan], num_devices: int = 1) -> Turns:
     """Turns end where a member reports: at its evaluations, else at the rounds of halving; and are longer where parking
     would take more than REPORTING_SHARE of them. Else they are a fifth of the way, and longer from PARKING_SHARE on."""
     reports = _reporting_steps(spec)
@@ -101,17 +110,21 @@ def turns(spec: TrainingJobSpec, members: Sequence[MemberPlan], node: NodeSpec) 
     )
     longest = max(one.num_steps for one in members)
     num_steps = min(longest, wanted * max(1, ceil(least / wanted)))
-    training = sum(one.num_steps * one.plan.prediction.step_seconds for one in members)
     num_attached = max(one.num_attached for one in members)
-    never_parks = num_attached >= len(members) and not (spec.objective and spec.objective.halving)
-    parking = sum(one.parking_seconds * (ceil(one.num_steps / num_steps) - 1) for one in members if not never_parks)
-    works = [_work(one) for one in members]
+    never_parks = num_attached * num_devices >= len(members) and not (spec.objective and spec.objective.halving)
+    training = [one.num_steps * one.plan.prediction.step_seconds for one in members]
+    alone = [
+        seconds + (0.0 if never_parks else one.parking_seconds * (ceil(one.num_steps / num_steps) - 1))
+        for one, seconds in zip(members, training, strict=True)
+    ]
+    in_turn: Literal["RoundRobin", "LongestFirst"] = "RoundRobin" if num_devices == 1 else "LongestFirst"
     return Turns(
-        policy="RoundRobin" if num_steps < longest and len(members) > 1 else "Sequential",
+        policy=in_turn if num_steps < longest and len(members) > 1 else "Sequential",
+        num_devices=num_devices,
         num_steps=num_steps,
         num_attached=num_attached,
-        seconds=training + parking,
-        bound_seconds=bound_seconds(works, machine_of(node)),
+        seconds=max(sum(alone) / num_devices, *alone, 0.0),
+        bound_seconds=max(sum(training) / num_devices, *training),
     )
 
 
@@ -120,12 +133,6 @@ def _reporting_steps(spec: TrainingJobSpec) -> int:
     if spec.data.evaluation is not None:
         return spec.data.evaluation.every_steps
     return (spec.objective.halving or 0) if spec.objective is not None else 0
-
-
-def _work(member: MemberPlan) -> MemberWork:
-    """A member as the schedule sees it. What updates and computes on a CPU is the same cores: one after the other."""
-    step_seconds = member.plan.prediction.step_seconds
-    return MemberWork(member.name, (SegmentWork(step_seconds, 0.0, 0, 0, 0.0),), member.num_steps)
 
 
 def _parking_seconds(nbytes: int, num_tensors: int, node: NodeSpec) -> float:
@@ -145,7 +152,8 @@ def _envelope(job: TrainingJob, node: NodeSpec, members: Sequence[MemberPlan], h
     largest = max(members, key=lambda one: (one.plan.bytes[Tier.DEVICE].total, one.plan.bytes[Tier.HOST].total)).plan
     slowest = max((one.plan.prediction for one in members), key=lambda one: one.step_seconds)
     halves = job.spec.objective is not None and job.spec.objective.halving is not None
-    parks = len(members) > 1 and (how.policy == "RoundRobin" or halves)
+    parks = len(members) > 1 and (how.num_devices > 1 or how.policy != "Sequential" or halves)
+    parked = padded(ceil(sum(one.parked_bytes for one in members) / how.num_devices), PAGE_BYTES) * parks
     return largest.model_copy(
         update={
             "job": job.metadata.name,
@@ -154,11 +162,11 @@ def _envelope(job: TrainingJob, node: NodeSpec, members: Sequence[MemberPlan], h
                 Tier.HOST: _with(_largest(members, Tier.HOST), buffers=PARKING_BUFFER_BYTES * parks),
                 Tier.NVME: _with(
                     _largest(members, Tier.NVME),
-                    optimizer_states=sum(one.parked_bytes for one in members) * parks,
+                    optimizer_states=parked,
                     buffers=SLAB_EXTRA_BYTES * parks,
                 ),
             },
-            "budget": _budget(largest, members, parks=parks),
+            "budget": _budget(largest, parked, parks=parks),
             "prediction": _prediction(slowest, members, how, node),
             "reasons": tuple(_reasons(members, how, node)),
             "members": tuple(members),
@@ -175,18 +183,20 @@ def _with(held: TierBytes, **more: int) -> TierBytes:
     return held.model_copy(update={part: getattr(held, part) + nbytes for part, nbytes in more.items()})
 
 
-def _budget(largest: MemoryPlan, members: Sequence[MemberPlan], *, parks: bool) -> dict[Tier, int]:
+def _budget(largest: MemoryPlan, parked: int, *, parks: bool) -> dict[Tier, int]:
     """What it was before parking had its part."""
-    taken = {Tier.HOST: PARKING_BUFFER_BYTES * parks, Tier.NVME: sum(one.parked_bytes for one in members) * parks}
+    taken = {Tier.HOST: PARKING_BUFFER_BYTES * parks, Tier.NVME: parked}
     return {tier: largest.budget[tier] + taken.get(tier, 0) for tier in Tier}
 
 
 def _prediction(slowest: Prediction, members: Sequence[MemberPlan], how: Turns, node: NodeSpec) -> Prediction:
-    """A step of the slowest member; writes are those of the member that writes most, and of parking."""
-    parked = sum(one.parked_bytes * (ceil(one.num_steps / how.num_steps) - 1) for one in members)
+    """A step of the slowest member. Writes are those of one device, to its share of the drives: of the member that
+    writes most, and of parking."""
+    share = 1.0 / how.num_devices
+    parked = share * sum(one.parked_bytes * (ceil(one.num_steps / how.num_steps) - 1) for one in members)
     most = max((one.plan.prediction for one in members), key=lambda one: one.nvme_written_bytes_per_day)
     written = most.nvme_written_bytes_per_day + parked * min(1.0, DAY_SECONDS / max(how.seconds, 1e-9))
-    rated, capacity = node.nvme_rated_bytes, max(1, node.nvme_bytes)
+    rated, capacity = share * node.nvme_rated_bytes, share * max(1, node.nvme_bytes)
     return slowest.model_copy(
         update={
             "nvme_written_bytes_per_day": written,
@@ -200,13 +210,14 @@ def _prediction(slowest: Prediction, members: Sequence[MemberPlan], how: Turns, 
 
 def _reasons(members: Sequence[MemberPlan], how: Turns, node: NodeSpec) -> Iterator[str]:
     names = ", ".join(one.name for one in members)
+    on = f" on {how.num_devices} devices" if how.num_devices > 1 else ""
     if how.policy == "Sequential":
-        yield f"members: {names}, one after the other"
+        yield f"members: {names}{on}, one after the other"
     else:
         most = max(one.parking_seconds for one in members)
         yield (
-            f"members: {names}, {how.num_steps} steps in turn; a member parks on NVMe in between and is rebuilt, "
-            f"which takes at most {format_seconds(most)} a turn"
+            f"members: {names}{on} take turns of {how.num_steps} steps; between its turns a member's states are on "
+            f"NVMe, and to store and load them takes at most {format_seconds(most)} a turn"
         )
     for one in members:
         if one.base == one.name:
@@ -219,30 +230,37 @@ def _reasons(members: Sequence[MemberPlan], how: Turns, node: NodeSpec) -> Itera
 
 def _said_of_base(first: MemberPlan, names: Sequence[str]) -> str:
     streams = first.plan.parameters.streams
-    visits = "each layer is loaded once for all of them" if streams else "it is on the device once for all of them"
+    held = "each layer of it is loaded once for these" if streams else "it is on the device once for these"
     return (
-        f"frozen base of {', '.join(names)}: {first.num_attached} of them are attached together, {visits}; bytes and "
-        "micro-batches below are those of all that are"
+        f"{', '.join(names)} share a frozen base model: {first.num_attached} of them train together, and {held}; bytes "
+        "and micro-batches below are the sum over the members that train together"
     )
 
 
-def _no_room_to_park(job: TrainingJob, node: NodeSpec, parked: Mapping[str, int], budget_bytes: int) -> Infeasible:
+def _no_room_to_park(
+    job: TrainingJob, node: NodeSpec, parked: Mapping[str, int], budget_bytes: int, part_bytes: int
+) -> Infeasible:
+    """`budget_bytes` and `part_bytes`: of one device, and of what all have parked."""
     needed = sum(parked.values())
     largest = max(parked, key=lambda name: parked[name])
     return Infeasible(
         job=job.metadata.name,
         node=node.name,
-        missing_bytes={Tier.NVME: needed - budget_bytes},
+        missing_bytes={Tier.NVME: part_bytes - budget_bytes},
         budget={Tier.NVME: budget_bytes},
-        nearest=f"spec.memory.budget.nvme: {format_quantity(needed)}: the {len(parked)} members park their states "
-        f"there, {format_bytes(parked[largest])} of {largest}; or fewer members",
+        nearest=f"spec.memory.budget.nvme: {format_quantity(needed)}, because the states of the {len(parked)} members "
+        f"are on NVMe while others train (the largest: {largest}, {format_bytes(parked[largest])}), or fewer members",
     )
 
 
 def _of_member(found: Infeasible, name: str, reserved: Mapping[Tier, int]) -> Infeasible:
     """Names the member that does not fit, with the budgets as given."""
     budget = {tier: amount + reserved.get(tier, 0) for tier, amount in found.budget.items()}
-    parts = f" (of which {format_bytes(reserved[Tier.NVME])} of NVMe for members that are parked)" if reserved else ""
+    parts = (
+        f" (in the NVMe budget, {format_bytes(reserved[Tier.NVME])} are for the states of other members)"
+        if reserved
+        else ""
+    )
     return found.model_copy(
         update={"job": f"member {name} of {found.job}", "budget": budget, "nearest": f"{found.nearest}{parts}"}
     )

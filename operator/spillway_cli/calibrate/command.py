@@ -214,7 +214,10 @@ def outcome(result: dict[str, Any] | None, exit_code: int, errors: str) -> dict[
         raise kind(result["error"]["message"])
     if result is None or exit_code:
         last = errors.strip().splitlines()[-1:] or ["no output"]
-        raise UserError(f"the probe exited with code {exit_code} ({last[0]}); see `spillway doctor`")
+        raise UserError(
+            f"the measuring process (python -m spillway_trainer.probe) exited with code {exit_code} ({last[0]}); see "
+            "`spillway doctor`"
+        )
     measured: dict[str, Any] = result["result"]
     return measured
 
@@ -290,11 +293,14 @@ def price_texts(node: NodeSpec) -> list[tuple[str, str]]:
 
 def probe_notes(result: Mapping[str, Any], prices: MeasuredPrices, worst_spread: float, directory: Path) -> list[str]:
     load = result["loadBefore"]
-    noise = f"noise: the middle half of samples spreads up to {worst_spread:.0%} around its median; load {load:.1f}"
-    fit = f"fit: half of the training phases are predicted within {prices.error:.0%}"
+    noise = (
+        f"noise: the middle half of the samples differs by up to {worst_spread:.0%} from the median; load average "
+        f"{load:.1f}"
+    )
+    fit = f"fit: the prediction of half of the training phases is within {prices.error:.0%} of the measurement"
     notes = [noise, fit, f"CPU kernels {result['isa']}, I/O {result['backend']}, {result['threads']} cores"]
     if worst_spread > NOISY_SPREAD or load > result["threads"]:
-        notes.append("the machine was busy: measure again when it is idle")
+        notes.append("the machine was busy; measure again when it is idle")
     kind = memory_kind(directory)
     if kind:
         notes.append(f"{directory} is in memory ({kind}): its rates are not those of a disk")
@@ -412,7 +418,10 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
     if job is None:
         raise UserError(f"{path}: no job.json; name the --output of a `spillway run`")
     if not plan.prediction.work:
-        raise UserError(f"{path}: its plan has no work per step; run the job again with this version")
+        raise UserError(
+            f"{path}: its plan was made by an older version of spillway, which did not record the work of a step; run "
+            "the job again with this version"
+        )
     refuse_other_threads(path, job, cores)
     attempts: dict[int, list[StepMetrics]] = {}
     for step in measured_steps:
@@ -434,6 +443,6 @@ def refuse_other_threads(path: Path, job: JobFile, cores: int) -> None:
     used = job.compute_threads * job.ranks_per_node
     if used != max(1, cores // job.ranks_per_node) * job.ranks_per_node:
         raise UserError(
-            f"{path}: this run used {used} threads, but {cores} cores are usable now, so its seconds do not "
-            f"compare; use a run with {cores} threads"
+            f"{path}: this run used {used} threads, but {cores} cores are usable now, so its times cannot be "
+            f"compared; use a run with {cores} threads"
         )

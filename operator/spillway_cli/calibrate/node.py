@@ -104,8 +104,8 @@ def existing_profile(cluster: ClusterClient, name: str) -> Object | None:
         raise
     if value_at(found, "spec.deviceKind") != "Cpu":
         raise UserError(
-            f"NodeProfile {name} describes GPUs, but the probe measures the CPU: correct it from a run (`spillway "
-            "calibrate --from`), or name a file with --output"
+            f"NodeProfile {name} describes GPUs, but this command measures only the CPU of a node; correct the "
+            "profile from a run (`spillway calibrate --from`), or write another file with --output"
         )
     return found
 
@@ -176,7 +176,7 @@ def probing(cluster: ClusterClient, namespace: str, manifest: Object) -> Iterato
     try:
         yield name
     except KeyboardInterrupt:
-        raise Preempted("stopped; the probe's Job is deleted, no profile was written") from None
+        raise Preempted("stopped; the Job that measured the node is deleted, and no profile was written") from None
     finally:
         with suppress(UserError):  # the Job's own time limit ends it
             cluster.delete(f"{path}/{name}", propagationPolicy="Background")
@@ -198,13 +198,13 @@ def result(cluster: ClusterClient, namespace: str, name: str) -> Object:
     log = b"".join(line + b"\n" for line in log_lines(cluster, namespace, pod)).decode(errors="replace")
     found = printed(log)
     if "error" in found:
-        raise UserError(f"the probe on the node: {printable(str(value_at(found, 'error.message')))[:LONGEST_LINE]}")
+        raise UserError(f"measuring the node failed: {printable(str(value_at(found, 'error.message')))[:LONGEST_LINE]}")
     if ended["type"] == "Failed" or "nodeProfile" not in found:
         last = (log.strip().splitlines() or ["no output"])[-1]
         why = f"{ended.get('reason', '')} {ended.get('message', '')}".strip() if ended["type"] == "Failed" else "ended"
         raise UserError(
-            f"the probe failed: {why} ({state_of(pod)}; {printable(last)[:LONGEST_LINE]}); check that --image is the "
-            "trainer's and that the node accepts pods"
+            f"the Job that measures the node failed: {why} ({state_of(pod)}; {printable(last)[:LONGEST_LINE]}); check "
+            "that --image is the trainer image and that the node accepts pods"
         )
     return found
 
@@ -253,15 +253,19 @@ def measured_spec(found: Object, node: Object) -> NodeProfileSpec:
     try:
         spec = NodeProfileSpec.model_validate(value_at(found, "nodeProfile.spec") or {})
     except ValidationError as error:
-        raise UserError(f"the probe's figures are not valid ({error.errors()[0]['msg']}); use an --image of this "
-                        "version") from error  # fmt: skip
+        raise UserError(
+            f"the figures that the Job measured are not valid ({error.errors()[0]['msg']}); use an --image of the same "
+            f"version as this command"
+        ) from error
     if not has_rates(spec):
-        raise UserError("the probe printed no rate; use an --image of this version")
+        raise UserError(
+            "the Job that measured the node printed no rate; use an --image of the same version as this command"
+        )
     has = int(parse_cores(str(value_at(node, "status.allocatable.cpu") or "1")))
     if spec.num_cores is not None and spec.num_cores < has:
         raise UserError(
-            f"the probe could use only {spec.num_cores} of the node's {has} cores, so its rates are too low; if a "
-            "LimitRange limits the CPU, name another --namespace"
+            f"the measuring pod could use only {spec.num_cores} of the node's {has} cores, so its rates are too low; "
+            "if a LimitRange limits the CPU, name another --namespace"
         )
     return spec
 

@@ -76,7 +76,7 @@ def logs_of_run(run: RunDirectory, options: LogsOptions) -> int:
     """Prints the log of the newest attempt, or of the given one; with `follow` as it grows, then those of later
     attempts, until no run uses the directory."""
     if options.node is not None:
-        raise UserError(f"--rank-node {options.node}: a local run has only one log; omit --rank-node")
+        raise UserError(f"--rank-node {options.node}: a local run has only one log; leave --rank-node out")
     known = attempts_with_log(run)
     attempt, offset = options.attempt or max(known, default=1), 0
     if attempt not in known:
@@ -107,7 +107,7 @@ def nothing_to_show(job: Object, options: LogsOptions) -> str:
     wanted = f"of attempt {options.attempt} " if options.attempt is not None else ""
     node = f"of node {options.node} " if options.node is not None else ""
     state = value_at(job, "status.state") or "not processed by the operator yet"
-    advice = "-f waits for one, `spillway status` says why"
+    advice = "use -f to wait for a pod, or `spillway status` to see why there is none"
     if options.attempt is not None:
         advice = f"its newest attempt is {newest_attempt(job)}"
     return f"TrainingJob {options.job} ({state}): no pod {wanted}{node}found; {advice}"

@@ -19,6 +19,7 @@ from spillway.plan import Tier
 from spillway.units import format_bytes, parse_quantity
 
 from ..console import Format, message_console, print_json, printable, result_console, table
+from ..record.member_values import values_in, values_table
 from ..record.sweep_view import MemberView, members_table
 from .api import CORE, ClusterClient, Object, RequestDenied, Unreachable, connect, get_job, jobs_path
 from .job_status import age, event_time, exit_code, has_ended, newest_first, row, that_matter, value_at
@@ -141,6 +142,7 @@ def picture(job: Object, events: Sequence[Object], now: datetime) -> RenderableT
     parts: list[RenderableType] = [headline(job), *progress(job), *plan(job)]
     parts += [tiers(job)] if value_at(job, "status.plan.bytes") or value_at(job, "status.memory.peak") else []
     parts += [members_table(members)] if (members := status_members(job)) else []
+    parts += [values_table(values)] if any((values := values_in(job.get("spec") or {})).values()) else []
     parts += [*facts(job, now)]
     if found := that_matter(job):
         parts += ["", "conditions", *(f"  {condition_line(one)}" for one in found)]

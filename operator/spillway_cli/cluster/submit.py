@@ -10,7 +10,8 @@ from pathlib import Path
 import yaml
 
 from spillway.api.limits import MANAGER
-from spillway.api.load import load_job
+from spillway.api.load import load_for_cluster
+from spillway.api.script import ScriptJob
 from spillway.api.training_job import TrainingJob
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway_operator.decide.acceptance import refusal
@@ -46,10 +47,12 @@ class SubmitOptions:
 
 def submit(options: SubmitOptions) -> int:
     """Creates the job; returns 0, or with --wait the job's exit code. Raises UserError when it is rejected."""
-    job = load_job(options.job)
+    job = load_for_cluster(options.job)
     refuse_what_no_cluster_does(job, str(options.job))
     if options.wait and options.dry_run:
-        raise UserError("command line: --wait and --dry-run exclude each other: a dry run creates no job to wait for")
+        raise UserError(
+            "command line: --wait and --dry-run cannot be combined, because a dry run creates no job; leave one out"
+        )
     cluster = connect(options.context)
     namespace = namespace_of(job, options.namespace, cluster, str(options.job))
     created = create(cluster, namespace, manifest(job, namespace), options.dry_run, str(options.job))
@@ -59,14 +62,14 @@ def submit(options: SubmitOptions) -> int:
     return watch_to_the_end(cluster, namespace, job.metadata.name, message_console())
 
 
-def refuse_what_no_cluster_does(job: TrainingJob, source: str) -> None:
+def refuse_what_no_cluster_does(job: TrainingJob | ScriptJob, source: str) -> None:
     """Raises InvalidJob, with the operator's own messages, for what the operator would reject."""
     refused = refusal(job) if job.spec.managed_by == MANAGER else None
     if refused is not None:
         raise InvalidJob(source, refused.problems)
 
 
-def namespace_of(job: TrainingJob, asked: str | None, cluster: ClusterClient, source: str) -> str:
+def namespace_of(job: TrainingJob | ScriptJob, asked: str | None, cluster: ClusterClient, source: str) -> str:
     """The namespace of --namespace, the manifest or the context. Raises UserError when the first two differ."""
     written = job.metadata.namespace if "namespace" in job.metadata.model_fields_set else None
     if asked and written and asked != written:
@@ -74,7 +77,7 @@ def namespace_of(job: TrainingJob, asked: str | None, cluster: ClusterClient, so
     return asked or written or cluster.namespace
 
 
-def manifest(job: TrainingJob, namespace: str) -> Object:
+def manifest(job: TrainingJob | ScriptJob, namespace: str) -> Object:
     """Only what the user wrote: the API server fills in the defaults of its own version."""
     content: Object = job.model_dump(mode="json", exclude_unset=True)
     content["metadata"]["namespace"] = namespace

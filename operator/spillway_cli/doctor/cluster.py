@@ -11,6 +11,7 @@ from typing import Any
 from spillway import DISTRIBUTION
 from spillway.api.crd import KINDS, Kind, definition
 from spillway.api.limits import GROUP, VERSION
+from spillway.api.script import ScriptJob
 from spillway.api.training_job import TrainingJob
 from spillway.units import counted
 
@@ -94,9 +95,13 @@ class ClusterFacts:
     claims: Mapping[str, Object | Missing] = field(default_factory=dict)
     """The claims of --job."""
     storage_classes: Mapping[str, Object | Missing] = field(default_factory=dict)
+    named: Mapping[str, Object | Missing] = field(default_factory=dict)
+    """The Secrets, ConfigMaps and ServiceAccount of --job, by kind/name."""
 
 
-def cluster_findings(facts: ClusterFacts, client: str, now: datetime, job: TrainingJob | None) -> list[Diagnosis]:
+def cluster_findings(
+    facts: ClusterFacts, client: str, now: datetime, job: TrainingJob | ScriptJob | None
+) -> list[Diagnosis]:
     """All findings; `client` is the version of this spillway."""
     found = [*server(facts)]
     if isinstance(facts.version, Missing):
@@ -106,7 +111,7 @@ def cluster_findings(facts: ClusterFacts, client: str, now: datetime, job: Train
         return [*found, *operator(facts, client)]
     found += [*operator(facts, client), *rights(facts), *profiles(facts, now), *pods(facts)]
     found += [*metrics_source(facts), *stuck_jobs(facts)]
-    return [*found, *volumes(facts, job)] if job is not None else found
+    return [*found, *volumes(facts, job), *named_objects(facts, job)] if job is not None else found
 
 
 def finding(check: str, severity: Severity, message: str, fix: str = "") -> Diagnosis:
@@ -308,11 +313,16 @@ def metrics_source(facts: ClusterFacts) -> Iterator[Diagnosis]:
             continue
         message = conditions(jobs[0])["MetricsAvailable"].get("message") or "placed without live metrics"
         if reason == "NotConfigured":
-            yield finding("metrics", NOTE, f"{names}: {message}", "set prometheus.url in the chart's values")
+            yield finding(
+                "metrics",
+                NOTE,
+                f"{names}: {message}",
+                "set nodeExporter.enabled or prometheus.url in the chart's values",
+            )
         elif reason == "NoNodeView":
             yield finding("metrics", NOTE, f"{names}: {message}", "set nodeReader.enabled in the chart's values")
         else:
-            fix = "check that Prometheus answers at the chart's prometheus.url, and scrapes nodes and pods"
+            fix = "check that Prometheus answers at the chart's prometheus.url; without one, that node exporters run"
             yield finding("metrics", WARNING, f"{names}: {message}", fix)
 
 
@@ -334,19 +344,20 @@ def stuck_jobs(facts: ClusterFacts) -> Iterator[Diagnosis]:
         yield finding("jobs", OK, f"{counted(len(facts.jobs), 'TrainingJob')} in {facts.namespace}, none stuck")
 
 
-# --- volumes of --job -------------------------------------------------------------------------------------------------
+# --- what --job names -------------------------------------------------------------------------------------------------
 
 
-def claims_of(job: TrainingJob) -> dict[str, str]:
+def claims_of(job: TrainingJob | ScriptJob) -> dict[str, str]:
     """Claim -> the field that names it."""
     places = {
         "spec.checkpoint.claim": job.spec.checkpoint.claim,
         **{f"spec.{field}.claim": place.claim for field, place in job.spec.places.items()},
+        **{f"spec.pod.mounts[{number}].claim": mount.claim for number, mount in enumerate(job.spec.pod.mounts)},
     }
     return {claim: path for path, claim in places.items() if claim}
 
 
-def volumes(facts: ClusterFacts, job: TrainingJob) -> Iterator[Diagnosis]:
+def volumes(facts: ClusterFacts, job: TrainingJob | ScriptJob) -> Iterator[Diagnosis]:
     fields = claims_of(job)
     for claim, found in facts.claims.items():
         yield one_claim(f"{fields.get(claim, 'claim')} = {claim}", found, facts.namespace, job.spec.parallelism.nodes)
@@ -379,3 +390,43 @@ def one_claim(path: str, found: Object | Missing, namespace: str, nodes: int) ->
         message = f"{path}: {phase}; a StorageClass with WaitForFirstConsumer binds it when the first pod starts"
         return finding("volumes", NOTE, message, "see kubectl describe pvc if the job's pods wait for it")
     return finding("volumes", OK, f"{path}: bound, {', '.join(modes)}")
+
+
+def named_by(job: TrainingJob | ScriptJob) -> Iterator[tuple[str, str, str]]:
+    """What pods cannot start without, besides claims: kind/name, the field that names it, and the key that it must
+    have, or an empty string."""
+    pod = job.spec.pod
+    for number, secret in enumerate(pod.image_pull_secrets):
+        yield f"Secret/{secret.name}", f"spec.pod.imagePullSecrets[{number}]", ""
+    for number, variable in enumerate(pod.env):
+        if variable.value_from is not None:
+            key = variable.value_from.secret_key_ref
+            yield f"Secret/{key.name}", f"spec.pod.env[{number}]", key.key
+    for number, mount in enumerate(pod.mounts):
+        for kind, name in (("Secret", mount.secret), ("ConfigMap", mount.config_map)):
+            if name:
+                yield f"{kind}/{name}", f"spec.pod.mounts[{number}]", mount.sub_path
+    for field_, place in job.spec.places.items():
+        if place.fetch is not None and place.fetch.secret_name:
+            yield f"Secret/{place.fetch.secret_name}", f"spec.{field_}.fetch.secretName", ""
+    if pod.service_account_name:
+        yield f"ServiceAccount/{pod.service_account_name}", "spec.pod.serviceAccountName", ""
+
+
+def named_objects(facts: ClusterFacts, job: TrainingJob | ScriptJob) -> Iterator[Diagnosis]:
+    check, present = "pod inputs", dict[str, None]()
+    for which, path, key in dict.fromkeys(named_by(job)):
+        found, (kind, _, name) = facts.named.get(which, {}), which.partition("/")
+        where = f"{path}: {kind} {name}"
+        if isinstance(found, Missing):
+            if found.is_absent:
+                fix = f"create it, or name an existing one (kubectl get {kind.lower()}s -n {facts.namespace})"
+                yield finding(check, ERROR, f"{where} not found in {facts.namespace}", fix)
+            else:
+                yield unseen(check, where, found)
+        elif key and key not in {**(found.get("data") or {}), **(found.get("binaryData") or {})}:
+            yield finding(check, ERROR, f"{where} has no key {key}", "add the key, or name one that it has")
+        else:
+            present[f"{kind} {name}"] = None
+    if present:
+        yield finding(check, OK, f"found {', '.join(present)}")

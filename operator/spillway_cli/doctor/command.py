@@ -18,7 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from spillway import __version__
-from spillway.api.load import load_job
+from spillway.api.load import load_for_cluster
+from spillway.api.script import ScriptJob
 from spillway.api.training_job import TrainingJob
 from spillway.errors import SpillwayError
 from spillway.units import counted
@@ -52,7 +53,7 @@ class DoctorOptions:
 def doctor(options: DoctorOptions) -> int:
     """Prints findings; returns 1 if any is an error, else 0. Raises UserError for a wrong --job."""
     started = time.monotonic()
-    job = None if options.job is None else load_job(options.job)
+    job = None if options.job is None else load_for_cluster(options.job)
     findings = examined(options, job)
     seconds = time.monotonic() - started
     if options.format is Format.JSON:
@@ -63,7 +64,7 @@ def doctor(options: DoctorOptions) -> int:
     return 1 if num_errors(findings) else 0
 
 
-def examined(options: DoctorOptions, job: TrainingJob | None) -> list[Diagnosis]:
+def examined(options: DoctorOptions, job: TrainingJob | ScriptJob | None) -> list[Diagnosis]:
     deadline, now = time.monotonic() + LONGEST_SECONDS, datetime.now(UTC)
     of_machine = Gathering(doctor_gather.machine_tasks(options.directory))
     cluster = the_cluster(options)
@@ -76,7 +77,7 @@ def examined(options: DoctorOptions, job: TrainingJob | None) -> list[Diagnosis]
     return [*machine_findings(machine, now), *cluster_findings(facts, __version__, now, job)]
 
 
-def own_namespace(job: TrainingJob | None) -> str | None:
+def own_namespace(job: TrainingJob | ScriptJob | None) -> str | None:
     """The namespace in the job's file, if any."""
     return job.metadata.namespace if job and "namespace" in job.metadata.model_fields_set else None
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from spillway import DISTRIBUTION
 from spillway.api.crd import KINDS
 from spillway.api.limits import GROUP, VERSION
+from spillway.api.script import ScriptJob
 from spillway.api.training_job import TrainingJob
 from spillway.errors import SpillwayError
 from spillway.extras import EXTRAS
@@ -31,7 +32,7 @@ from ..cluster.api import CORE, JOBS, ClusterClient, Object, RequestDenied, jobs
 from ..machine.gpus import Gpus, find_gpus
 from ..machine.local_node import probe
 from ..machine.node_profile import default_path_or_none, own_profile, read_profile
-from .cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of
+from .cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of, named_by
 from .findings import Missing
 from .machine import Cores, Disk, MachineFacts, MachineMemory, Native, Profile
 
@@ -189,7 +190,7 @@ def profile() -> Profile:
 # --- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def cluster_tasks(cluster: ClusterClient, namespace: str, job: TrainingJob | None) -> dict[str, Task]:
+def cluster_tasks(cluster: ClusterClient, namespace: str, job: TrainingJob | ScriptJob | None) -> dict[str, Task]:
     """The tasks about a cluster. They create nothing: access reviews and dry runs are not stored."""
     inside = f"{CORE}/namespaces/{segment('namespace', namespace)}"
     tasks: dict[str, Task] = {
@@ -209,6 +210,9 @@ def cluster_tasks(cluster: ClusterClient, namespace: str, job: TrainingJob | Non
         tasks[f"claim {claim}"] = partial(cluster.get, f"{inside}/persistentvolumeclaims/{claim}")
     if job is not None and (name := job.spec.spill.storage_class_name):
         tasks[f"class {name}"] = partial(cluster.get, f"/apis/storage.k8s.io/v1/storageclasses/{name}")
+    for named in {named for named, _, _ in named_by(job)} if job is not None else ():
+        kind, _, name = named.partition("/")
+        tasks[f"named {named}"] = partial(cluster.get, f"{inside}/{kind.lower()}s/{segment('name', name)}")
     return tasks
 
 
@@ -227,6 +231,7 @@ def as_cluster(found: Mapping[str, object], host: str, namespace: str) -> Cluste
         pod_refusal=fact(found, "pod", str),
         claims=dict(of_prefix(found, "claim ")),
         storage_classes=dict(of_prefix(found, "class ")),
+        named=dict(of_prefix(found, "named ")),
     )
 
 

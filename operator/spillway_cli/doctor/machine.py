@@ -20,7 +20,11 @@ WITHOUT = {
     "operator": (NOTE, "submit, status, logs and top of a cluster do not work"),
     "tables": (NOTE, "no .parquet or .arrow files can be read"),
     "fetch": (NOTE, "nothing can be downloaded from s3:// or https:// (spec.*.fetch)"),
-    "hf": (NOTE, "only llama by its sizes, without adapters, and your own entrypoints can be trained"),
+    "hf": (
+        NOTE,
+        "only llama models given by their sizes (model.config), without adapters, and your own entrypoints "
+        "can be trained",
+    ),
     "trackers": (NOTE, "spec.tracking cannot show runs in TensorBoard, MLflow or Weights & Biases"),
     "deepspeed": (NOTE, "strategies Zero1, Zero2 and Zero3 do not work"),
 }
@@ -200,7 +204,7 @@ def memory(found: MachineMemory | Missing) -> Iterator[Diagnosis]:
         yield finding("memory", OK, message)
         return
     fix = "raise the container's memory limit" if found.is_limited else "end processes that use much memory"
-    yield finding("memory", WARNING, f"only {message}: torch alone needs some hundred MiB", fix)
+    yield finding("memory", WARNING, f"only {message}; torch alone needs several hundred MiB", fix)
 
 
 def locked_memory(limit_bytes: int | Missing | None, gpus: Gpus | Missing) -> Iterator[Diagnosis]:

@@ -13,21 +13,10 @@ from typing import Any
 import pynvml
 
 from spillway.units import format_bytes
+from spillway_operator.node_exporter.gpus import Gpu, gpu_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CUDA_PACKAGE = "install the CUDA build of torch: https://pytorch.org/get-started/locally/"
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    name: str
-    total_bytes: int
-    free_bytes: int
-    num_processes: int = 0
-    """Processes that compute on it now."""
-    pcie: tuple[int, int, int] = (0, 0, 0)
-    """Generation, lanes now, most lanes; 0 = not known."""
-    num_nvlinks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +52,7 @@ def find_gpus() -> Gpus:
         driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         shown = visible(handles, pynvml.nvmlDeviceGetUUID, os.environ.get(VISIBLE))
-        found = tuple(gpu_of(handle) for handle in shown)
+        found = tuple(gpu_of(pynvml, handle) for handle in shown)
         pynvml.nvmlShutdown()
     except pynvml.NVMLError_LibraryNotFound:
         return NO_DRIVER
@@ -106,31 +95,6 @@ def visible(handles: Sequence[Any], uuid: Callable[[Any], str], listed: str | No
             break
         found += named
     return found
-
-
-def gpu_of(handle: Any) -> Gpu:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    links = (asked(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
-    return Gpu(
-        name=pynvml.nvmlDeviceGetName(handle),
-        total_bytes=memory.total,
-        free_bytes=memory.free,
-        num_processes=len(asked(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
-        pcie=(
-            asked(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0,  # an idle device lowers the current one
-            asked(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle) or 0,
-            asked(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle) or 0,
-        ),
-        num_nvlinks=sum(1 for link in links if link),
-    )
-
-
-def asked(question: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result; None if the device does not support it."""
-    try:
-        return question(*arguments)
-    except pynvml.NVMLError:
-        return None
 
 
 def torch_cuda() -> str | None:

@@ -122,7 +122,10 @@ def default_path_or_none(device: DeviceKind = "Cpu") -> Path | None:
 
 def refuse_another_machine(path: Path, spec: NodeProfileSpec, cores: int, device: DeviceKind) -> None:
     if spec.device_kind != device:
-        raise UserError(f"{path}: spec.deviceKind = {spec.device_kind}, but this run's device is {device}")
+        raise UserError(
+            f"{path}: spec.deviceKind = {spec.device_kind}, but this run uses device kind {device}; name another "
+            "profile"
+        )
     if not has_rates(spec):
         raise UserError(f"{path}: contains no measured rate")
     if spec.num_cores not in (None, cores):

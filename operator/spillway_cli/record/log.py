@@ -141,6 +141,18 @@ class MemberEvent:
     objective: float | None
     reason: str
     """Why it was stopped, or failed."""
+    device: int = 0
+    """On which its turn began."""
+
+
+@dataclass(slots=True)
+class MemberTurn:
+    """A member on a device, from `begin` to `end`, Unix times; None: it has not ended, or its process was killed."""
+
+    member: str
+    device: int
+    begin: float
+    end: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +204,7 @@ class RunLog:
     """That of the newest attempt; None = not a sweep."""
     members: dict[str, MemberEvent] = field(default_factory=dict)
     """The newest event of each member."""
+    turns: list[MemberTurn] = field(default_factory=list)
     best: Best | None = None
 
     @property
@@ -238,12 +251,24 @@ class RunLog:
                 self.sweep = event
                 self.starts.append(Start(event.time, event.epoch, 0, event.isa, io_backend="", parameters=0))
             case MemberEvent():
+                self._take_turn(event)
                 self.members[event.member] = event
             case Best():
                 self.best = event
             case End():
                 self.ends.append(event)
         return event
+
+    def _take_turn(self, event: MemberEvent) -> None:
+        before = self.members.get(event.member)
+        if event.state is MemberState.RUNNING:
+            self.turns.append(MemberTurn(event.member, event.device, event.time))
+        elif before is not None and before.state is MemberState.RUNNING:
+            last = next(turn for turn in reversed(self.turns) if turn.member == event.member)
+            if last.end is None and (
+                not self.starts or self.starts[-1].time <= last.begin
+            ):  # else an earlier attempt's, which was killed
+                last.end = event.time
 
     def _event(self, fields: dict[str, Any]) -> Event | None:
         reader = READERS.get(fields["event"])
@@ -284,7 +309,8 @@ def sweep(time: float, _: int, fields: dict[str, Any]) -> SweepEvent:
 
 def member_event(time: float, _: int, fields: dict[str, Any]) -> MemberEvent:
     state, loss, objective = MEMBER_EVENTS[fields["event"]], figure(fields["loss"]), figure(fields["objective"])
-    return MemberEvent(time, str(fields["member"]), state, int(fields["step"]), loss, objective, str(fields["reason"]))
+    member, reason, device = str(fields["member"]), str(fields["reason"]), int(fields.get("device", 0))
+    return MemberEvent(time, member, state, int(fields["step"]), loss, objective, reason, device)
 
 
 def end(time: float, _: int, fields: dict[str, Any]) -> End:

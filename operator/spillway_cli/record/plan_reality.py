@@ -116,7 +116,7 @@ def largest_deviation(rows: Sequence[Comparison]) -> Comparison | None:
 def sentence(rows: Sequence[Comparison], run: str) -> str:
     """Summarizes the rows and names a remedy for the run directory `run`."""
     if not rows:
-        return "No step has been made yet."
+        return "No step is trained yet."
     row = largest_deviation(rows)
     if row is None:
         return f"Every tier and phase is within {GOOD - 1.0:.0%} of the plan."
@@ -124,8 +124,8 @@ def sentence(rows: Sequence[Comparison], run: str) -> str:
     times = f"{row.ratio:.2g} times" if row.ratio else ""
     if row.kind == "tier":
         return (
-            f"Largest deviation: the {row.name} tier held {seen}, {times} the planned {planned}; bytes are computed, "
-            "so calibration does not correct them."
+            f"Largest deviation: the {row.name} tier held {seen}, {times} the planned {planned}; planned bytes are "
+            "computed, not measured, so calibration does not correct them."
         )
     what = "a step" if row.kind == "step" else f"phase {row.name}"
     remedy = f"`spillway calibrate --from {run}` corrects the rates that plans for this machine use."

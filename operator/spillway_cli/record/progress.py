@@ -15,7 +15,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from spillway.api.halving import METRIC_WORDS
 from spillway.api.progress import MemberState
-from spillway.errors import ExitCode
 from spillway.metrics import StepMetrics
 from spillway.plan import Tier
 from spillway.units import format_bytes, format_count, format_seconds
@@ -238,7 +237,8 @@ class ProgressReporter:
                 self.say(f"best so far: {event.member}{value}")
 
     def attempt_ended(self, attempt: Attempt, restarts_left: int) -> None:
-        if attempt.exit_code == ExitCode.COMPLETED:
+        """Says how it ended, unless the run ends with it: then the command's last sentence says so."""
+        if restarts_left <= 0 and not attempt.ran_out_of_memory:
             return
         self.say(f"attempt {attempt.epoch} ended: {attempt.reason}: {attempt.message}")
         if restarts_left > 0:
@@ -250,7 +250,9 @@ class ProgressReporter:
 
     def stopping(self, signal_number: int, pid: int) -> None:
         name = signal.Signals(signal_number).name
-        self.say(f"{name}: stopping after the current step and its checkpoint (kill -9 {pid} would abandon both)")
+        self.say(
+            f"{name}: stopping after the current step and a checkpoint (kill -9 {pid} stops at once, without these)"
+        )
 
     def _doing(self, doing: str) -> None:
         """Shows what is done before the first step: next to the bar, or as a line."""

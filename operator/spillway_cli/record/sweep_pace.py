@@ -44,10 +44,11 @@ class SweepPace:
         paces = {name: _pace(own) for name, own in logs.items() if own.steps}
         if self._began is None or not self._in_steps_seconds or not paces:
             return None
-        beside = max(1.0, (self._last - self._began) / self._in_steps_seconds)
+        beside = (self._last - self._began) / self._in_steps_seconds  # below 1 on several devices
         usual = fmean(paces.values())
         ahead = steps_ahead(map(progress_of, members), halving)
-        return beside * sum(number * paces.get(name, usual) for name, number in ahead.items())
+        alone = [number * paces.get(name, usual) for name, number in ahead.items()]
+        return max(beside * sum(alone), *alone, 0.0)
 
 
 def _pace(log: RunLog) -> float:

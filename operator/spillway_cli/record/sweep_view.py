@@ -38,6 +38,8 @@ class MemberView:
     message: str = ""
     """Why it was stopped, or failed."""
     is_best: bool = False
+    device: int | None = None
+    """On which it trains now, of several."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -49,6 +51,7 @@ class MemberView:
             "state": self.state,
             "message": self.message or None,
             "best": self.is_best,
+            "device": self.device,
         }
 
 
@@ -79,7 +82,12 @@ def member_view(name: str, steps: int, log: RunLog, own: RunLog, is_best: bool, 
         state=state.value,
         message="" if event is None else event.reason,
         is_best=is_best,
+        device=event.device if event is not None and state is MemberState.RUNNING and several_devices(log) else None,
     )
+
+
+def several_devices(log: RunLog) -> bool:
+    return any(turn.device for turn in log.turns)
 
 
 def steps_made(members: Sequence[MemberView]) -> tuple[int, int]:
@@ -113,7 +121,7 @@ def member_cells(one: MemberView) -> list[str]:
         f"{one.step}/{one.steps}" if one.steps else str(one.step),
         UNKNOWN if one.loss is None else format_loss(one.loss),
         UNKNOWN if one.evaluation_loss is None else format_loss(one.evaluation_loss),
-        printable(one.state),
+        printable(one.state) if one.device is None else f"{printable(one.state)} on device {one.device}",
     ]
 
 

@@ -48,6 +48,18 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A bar of a Gantt chart."""
+
+    row: int
+    begin: float
+    end: float
+    name: str
+    colour: str
+    """CSS class: c1..c7."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChartFrame:
     """The coordinates of one chart: maps steps and values to pixels."""
 
@@ -117,11 +129,30 @@ def stacked_chart(unit: str, series: Sequence[Series], marks: Sequence[ChartMark
     return figure("".join(parts), drawn, unit)
 
 
-def figure(body: str, series: Sequence[Series], unit: str) -> str:
+def gantt_chart(rows: Sequence[str], spans: Sequence[Span], across: str) -> str:
+    """A row of bars for each name in `rows`, over `across`, for example seconds; each bar has its name as a tooltip."""
+    frame = ChartFrame(min(span.begin for span in spans), max(span.end for span in spans), 0.0, float(len(rows)))
+    height = (HEIGHT - TOP - BOTTOM) / len(rows)
+    parts = [axis_below(frame, across, whole=False)]
+    for index, name in enumerate(rows):
+        y = TOP + (index + 0.5) * height + 4
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y:.1f}" text-anchor="end">{escape(name)}</text>')
+    for span in spans:
+        x, width = frame.x(span.begin), max(0.5, frame.x(span.end) - frame.x(span.begin) - 0.5)
+        said = f"{span.name}: {format_value(span.begin)} to {format_value(span.end)} {across}"
+        parts.append(
+            f'<rect class="dot {span.colour}" x="{x:.1f}" y="{TOP + span.row * height + 2:.1f}" width="{width:.1f}" '
+            f'height="{height - 4:.1f}"><title>{escape(said)}</title></rect>'
+        )
+    named = {span.name: Series(span.name, span.colour, ()) for span in spans}
+    return figure("".join(parts), list(named.values()), across, over="")
+
+
+def figure(body: str, series: Sequence[Series], unit: str, over: str = " over steps") -> str:
     names = ", ".join(one.name for one in series)
     keys = "".join(f'<span class="key {one.colour}">{escape(one.name)}</span>' for one in series)
     legend = f'<div class="legend">{keys}</div>' if len(series) > 1 else ""
-    label = escape(f"{names} in {unit} over steps", quote=True)
+    label = escape(f"{names} in {unit}{over}", quote=True)
     return f'{legend}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{body}</svg>'
 
 
@@ -172,16 +203,22 @@ def number(value: float) -> str:
 
 
 def axes(frame: ChartFrame, unit: str, across: str = "step") -> str:
-    rows, bottom = [], HEIGHT - BOTTOM
+    rows = []
     for value in ticks(frame.low, frame.high):
         y = frame.y(value)
         rows.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         rows.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
-    steps = [step for step in ticks(frame.first, frame.last, 6) if across != "step" or step == int(step)]
-    for step in steps:
-        x = frame.x(step)
-        rows.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{number(step)}</text>')
     rows.append(f'<text class="unit" x="{LEFT}" y="{TOP - 4}" text-anchor="start">{escape(unit)}</text>')
+    return "".join(rows) + axis_below(frame, across, whole=across == "step")
+
+
+def axis_below(frame: ChartFrame, across: str, *, whole: bool) -> str:
+    """`whole`: only whole numbers."""
+    rows = []
+    for step in ticks(frame.first, frame.last, 6):
+        if not whole or step == int(step):
+            x, y = frame.x(step), HEIGHT - BOTTOM + 16
+            rows.append(f'<text class="tick" x="{x:.1f}" y="{y}" text-anchor="middle">{number(step)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     rows.append(f'<text class="unit" x="{middle:.0f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(across)}</text>')
     return "".join(rows)

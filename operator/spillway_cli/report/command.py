@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from spillway import __version__
+from spillway.api.job_file import JobFile
 from spillway.errors import UserError
 from spillway.plan import MemoryPlan
 
@@ -15,6 +16,7 @@ from ..console import Format, print_json, result_console
 from ..record.attempt_ends import plan_of_attempt, read_ended
 from ..record.directory import RunDirectory, epochs_of, existing_run, is_taken, write_atomic
 from ..record.log import RunLog, StepEvent, read_run_log
+from ..record.member_values import NO_VALUES, Values, values_json, values_of
 from ..record.plan_reality import as_json, compared
 from ..record.sweep_view import joined, members_json, read_member_logs
 from .page import RunRecord, render_report
@@ -27,7 +29,14 @@ def report(run_path: Path, file: Path | None, output: Format) -> int:
     written = write_report(record, file or run.report)
     if output is Format.JSON:
         rows = as_json(compared(record.measured, record.plan), str(run.path))
-        print_json({"report": str(written), "planAgainstReality": rows, **members_json(record.members)})
+        print_json(
+            {
+                "report": str(written),
+                "planAgainstReality": rows,
+                **members_json(record.members),
+                **values_json(record.values),
+            }
+        )
     else:
         result_console().print(f"report written to {written}")
     return 0
@@ -63,8 +72,17 @@ def read_record(run: RunDirectory, trains: bool = False) -> RunRecord:
         measured=measured,
         ended={epoch: attempt for epoch, attempt in ended.items() if attempt is not None},
         member_logs=logs,
+        values={} if log.sweep is None else read_values(run.job_file),
         trains=trains,
     )
+
+
+def read_values(job_file: Path) -> Values:
+    """What the members have of their own; empty where job.json is missing or of another version."""
+    try:
+        return values_of(JobFile.model_validate_json(job_file.read_text(encoding="utf-8")).spec.members)
+    except (OSError, ValueError):
+        return NO_VALUES
 
 
 def measured_under(run: RunDirectory, log: RunLog) -> tuple[MemoryPlan, list[StepEvent]]:
@@ -83,4 +101,6 @@ def read_plan(path: Path) -> MemoryPlan:
     except FileNotFoundError as error:
         raise UserError(f"{path}: not found; name the --output of a `spillway run`") from error
     except (ValidationError, ValueError) as error:
-        raise UserError(f"{path}: damaged, or not written by this version of spillway") from error
+        raise UserError(
+            f"{path}: damaged, or written by another version of spillway; use that version, or run the job again"
+        ) from error

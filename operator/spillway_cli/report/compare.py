@@ -39,7 +39,7 @@ def compare(paths: Sequence[Path], file: Path | None, output: Format) -> int:
     """Prints the comparison, and writes it with its curves to `file`. Raises UserError for what is no run, a sweep,
     and fewer than two or more than MOST_RUNS runs."""
     if not 2 <= len(paths) <= MOST_RUNS:
-        raise UserError(f"{counted(len(paths), 'run')}: name 2 to {MOST_RUNS}")
+        raise UserError(f"command line: {counted(len(paths), 'run')} given; name 2 to {MOST_RUNS} runs")
     runs = [_read(path) for path in paths]
     same = sentence(runs)
     if file is not None:
@@ -69,11 +69,14 @@ def _read(path: Path) -> Compared:
     run = existing_run(path)
     record = read_record(run, is_taken(run))
     if record.log.sweep is not None:
-        raise UserError(f"{path}: a sweep; its report compares its members: spillway report {path}")
+        raise UserError(f"{path}: is a sweep; to compare its members, use: spillway report {path}")
     try:
         spec = JobFile.model_validate_json(run.job_file.read_text(encoding="utf-8")).spec
     except (OSError, ValueError) as error:
-        raise UserError(f"{run.job_file}: missing, damaged, or not of this version of spillway") from error
+        raise UserError(
+            f"{run.job_file}: missing, damaged, or written by another version of spillway; use that version, or run "
+            "the job again"
+        ) from error
     told = {path: str(value) for path, value in leaves(spec.model_dump(mode="json", by_alias=True, exclude_none=True))}
     return Compared(str(path), record, summarize(record.log, record.plan, record.measured), told)
 

@@ -16,12 +16,13 @@ from spillway.units import GIB, KIB, MIB, TIB, format_bytes, format_count, forma
 
 from ..record.attempt_ends import Attempt
 from ..record.log import RunLog, StepEvent
+from ..record.member_values import NO_VALUES, Values, fields_of, value_cells, values_sentence
 from ..record.plan_reality import compared, sentence
 from ..record.progress import format_eta
 from ..record.summary import RunSummary, format_loss, median, summarize
 from ..record.sweep_pace import left_seconds
 from ..record.sweep_view import MemberView, best_of, joined, member_cells, member_views, steps_made
-from .charts import ChartMark, Limit, Point, Series, line_chart, stacked_chart
+from .charts import ChartMark, Limit, Point, Series, Span, gantt_chart, line_chart, stacked_chart
 
 TIER_COLOURS = {Tier.DEVICE: "c1", Tier.HOST: "c3", Tier.NVME: "c5"}
 PHASE_COLOURS = {
@@ -52,6 +53,8 @@ class RunRecord:
     """Attempt number -> its end; one without an entry is running, or its end was not recorded."""
     member_logs: Mapping[str, RunLog] = field(default_factory=dict)
     """The logs of a sweep's members."""
+    values: Values = field(default_factory=dict)
+    """What a sweep's members have of their own."""
     trains: bool = False
     """Whether a run is active in the directory."""
 
@@ -92,7 +95,12 @@ def render_sweep(run: RunRecord) -> str:
         run,
         sweep_tiles(run, summary),
         charts,
-        [members_section(run.members), attempts_section(run), reasons_section(run.plan, [])],
+        [
+            members_section(run.members, run.values),
+            *devices_sections(run),
+            attempts_section(run),
+            reasons_section(run.plan, []),
+        ],
     )
 
 
@@ -167,7 +175,7 @@ def sweep_tiles(run: RunRecord, summary: RunSummary) -> str:
     left = left_seconds(run.log, run.member_logs, members) if run.trains else None
     eta = "" if left is None else f", eta {format_eta(left)}"
     shown = [
-        ("best member", "none yet" if best is None else best.name, "" if best is None else figures_of(best)),
+        ("best member", "none yet" if best is None else best.name, "" if best is None else about(best, run.values)),
         ("members", str(len(members)), counted),
         (
             "steps",
@@ -187,6 +195,11 @@ def figures_of(member: MemberView) -> str:
     return ", ".join([*words, f"after {member.step} steps"])
 
 
+def about(best: MemberView, values: Values) -> str:
+    """Its figures, and what it has of its own."""
+    return "; ".join(filter(None, (figures_of(best), values_sentence(values, best.name))))
+
+
 def curves_sections(run: RunRecord) -> list[str]:
     """A loss curve for each member, and an evaluation curve if there are evaluations."""
     return curves_of(
@@ -203,7 +216,7 @@ def curves_of(
     heading and note."""
     losses, evaluations = [], []
     for index, (name, log) in enumerate(logs):
-        colour = MEMBER_COLOURS[index % len(MEMBER_COLOURS)]
+        colour = colour_of(index)
         losses.append(Series(name, colour, [(step.metrics.step, step.metrics.loss) for step in log.curve]))
         evaluated = [(step, each.loss) for step, each in sorted(log.evaluations.items())]
         evaluations.append(Series(name, colour, evaluated, dots=True))
@@ -213,10 +226,51 @@ def curves_of(
     return made
 
 
-def members_section(members: Sequence[MemberView]) -> str:
-    rows = [[*member_cells(one), one.message] for one in members]
-    headings = ["member", "", "steps", "loss", "evaluation", "state", "why"]
+def members_section(members: Sequence[MemberView], values: Values = NO_VALUES) -> str:
+    fields = fields_of(values)
+    rows = [[*member_cells(one), *value_cells(values.get(one.name, {}), fields), one.message] for one in members]
+    headings = ["member", "", "steps", "loss", "evaluation", "state", *fields.values(), "why"]
     return section("Members", "The best so far is marked with an asterisk.", html_table(headings, rows, 1))
+
+
+def devices_sections(run: RunRecord) -> list[str]:
+    """Which member each device trained when, in the newest attempt; none before the first turn."""
+    began = run.log.starts[-1].time if run.log.starts else 0.0
+    turns = [turn for turn in run.log.turns if turn.begin >= began]
+    if not turns:
+        return []
+    steps = (step.time for own in run.member_logs.values() for step in own.steps.values())
+    ends = [event.time for event in run.log.members.values()] + [end.time for end in run.log.ends]
+    last = max(*(turn.end or turn.begin for turn in turns), *ends, *steps)
+    first, colours = turns[0].begin, {one.name: colour_of(index) for index, one in enumerate(run.members)}
+    ends = [last if turn.end is None else turn.end for turn in turns]
+    spans = [
+        Span(turn.device, turn.begin - first, end - first, turn.member, colours[turn.member])
+        for turn, end in zip(turns, ends, strict=True)
+    ]
+    rows = [f"device {index}" for index in range(1 + max(span.row for span in spans))]
+    busy = busy_share(spans, len(rows), last - first)
+    note = f"Turns of the newest attempt; devices were busy {busy:.0%} of the time from its first turn to its last."
+    return [section("Devices", note, gantt_chart(rows, spans, "seconds"))]
+
+
+def busy_share(spans: Sequence[Span], num_devices: int, seconds: float) -> float:
+    """Of `seconds` of all devices, those in which they had a turn."""
+    busy = sum(busy_seconds([span for span in spans if span.row == row]) for row in range(num_devices))
+    return busy / max(1e-9, num_devices * seconds)
+
+
+def busy_seconds(spans: Sequence[Span]) -> float:
+    """Of one device, whose turns overlap where members share a base."""
+    seconds, until = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.begin):
+        seconds += max(0.0, span.end - max(span.begin, until))
+        until = max(until, span.end)
+    return seconds
+
+
+def colour_of(index: int) -> str:
+    return MEMBER_COLOURS[index % len(MEMBER_COLOURS)]
 
 
 def loss_section(run: RunRecord) -> str:
@@ -270,7 +324,11 @@ def tier_sections(run: RunRecord, summary: RunSummary) -> list[str]:
         limits = [Limit(use.budget_bytes / size, f"budget {format_bytes(use.budget_bytes)}")] if near else []
         colour = TIER_COLOURS[use.tier]
         chart = line_chart(unit, [Series(f"{use.tier} peak", colour, peaks)], resumes(run), limits)
-        far = "" if near or not use.budget_bytes else f" Budget, not drawn: {format_bytes(use.budget_bytes)}."
+        far = (
+            ""
+            if near or not use.budget_bytes
+            else f" The budget, {format_bytes(use.budget_bytes)}, is above the drawn range."
+        )
         made.append(section(f"Bytes in the {use.tier} tier", f"Peak bytes of each step.{far}", chart))
     return made
 

@@ -29,6 +29,7 @@ from ..machine.node_profile import Profiles, own_profile
 from ..record.attempt_ends import Attempt
 from ..record.directory import RunDirectory, create_run_directory, exclusive
 from ..record.log import RunLog, read_run_log
+from ..record.member_values import values_json, values_of, values_sentence, values_table
 from ..record.progress import ProgressReporter
 from ..record.summary import RunSummary, format_loss, summarize
 from ..record.sweep_view import MemberView, best_of, joined, members_json, members_table, steps_made
@@ -102,7 +103,7 @@ def run_in(
     with exclusive(directory) as lock:
         earlier = local_run.read_job_file(directory.job_file)
         for changed in local_run.refuse_another_run(directory, job, earlier):
-            console.print(f"changed for the steps to come: {changed}")
+            console.print(f"changed for the remaining steps: {changed}")
         if not job.spec.members:
             local_run.refuse_lost_checkpoints(directory)
         if local_run.is_complete(directory, job):
@@ -121,6 +122,8 @@ def run_in(
         failures = earlier_failures(directory, job, num_ranks)
         plan = first_plan(job, num_ranks, failures, planned)
         say_plan(console, plan)
+        if any((values := values_of(job.spec.members)).values()):
+            console.print(values_table(values))
         console.print(own(plan.device).sentence)
 
         def refuse(taken: MemoryPlan) -> None:
@@ -162,7 +165,8 @@ def refuse_missing(directory: Path) -> None:
 
 def say_plan(console: Console, plan: MemoryPlan) -> None:
     """Prints planned bytes, the reasons and the predicted step time."""
-    each = f", bytes of each of {plan.world_size} ranks" if plan.world_size > 1 else ""
+    num, what = (plan.member_devices, "devices") if plan.members else (plan.world_size, "ranks")
+    each = f", bytes of each of {num} {what}" if num > 1 else ""
     shown = table("tier", "planned", "budget", title=f"plan for {plan.job}, memory mode {plan.mode}{each}")
     for tier in Tier:
         if tier in plan.bytes:
@@ -185,10 +189,18 @@ def finish(directory: RunDirectory, job: TrainingJob, attempts: Sequence[Attempt
     report = report_if_possible(record, directory.report)
     planned = steps_made(members)[1] if members else record.log.steps_planned(job.spec.training)
     if output is Format.JSON:
-        print_json({**as_json(directory, job, attempts, summary, report, planned), **sweep_json(members)})
+        print_json(
+            {
+                **as_json(directory, job, attempts, summary, report, planned),
+                **sweep_json(members),
+                **values_json(record.values),
+            }
+        )
     else:
         if members:
             result_console().print(members_table(members))
+        if (best := best_of(members)) is not None and (own := values_sentence(record.values, best.name)):
+            result_console().print(f"best: {best.name}, {own}", markup=False)
         result_console().print(summary_table(job, summary, planned))
         if report is not None:
             result_console().print(f"report: {report}")

@@ -117,7 +117,7 @@ class LocalLadder:
         """Why the plan cannot be used; empty = it can."""
         local = self.files.local
         if repeats(self.failures, found, pod_resources(local.job.spec, found, local.num_ranks).memory_bytes):
-            return "it needs as much of the memory that ran out"
+            return "it would need at least as much of the memory that ran out"
         try:
             self.refuse(found)
         except UserError as error:

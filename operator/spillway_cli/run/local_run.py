@@ -149,7 +149,9 @@ def read_job_file(path: Path) -> JobFile | None:
     except FileNotFoundError:
         return None
     except (ValidationError, ValueError, OSError) as error:
-        raise UserError(f"{path}: this version of spillway cannot read it; choose another --output") from error
+        raise UserError(
+            f"{path}: damaged, or written by another version of spillway; name another --output, or use that version"
+        ) from error
 
 
 def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | None) -> list[str]:
@@ -173,7 +175,7 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
     lines = {path: f"{path} was {shown(before)}, is now {shown(now)}" for path, before, now in differing}
     if bool(earlier.spec.members) != bool(job.spec.members):
         was, now = ("a sweep", "one run") if earlier.spec.members else ("one run", "a sweep")
-        lines = {"spec.members": f"spec.members: {was} was trained there, and this job is {now}", **lines}
+        lines = {"spec.members": f"spec.members: {was} was trained there, but this job is {now}", **lines}
     if not (trained := steps_trained(run, log)):
         if lines or any(end.exit_code == ExitCode.USER_ERROR for end in log.ends[-1:]):
             forget_text(run)
@@ -185,14 +187,14 @@ def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | N
         steps, epochs = log.steps_planned(one.training), one.training.epochs
         if steps and steps < trained.get(name, 0):
             of_member = f" of member {name}" if name else ""
-            asked = f"steps{of_member} is {steps}" if epochs is None else f"epochs is {epochs}, or {steps} steps"
-            wrong.append(f"spec.training.{asked}, but {trained[name]} are trained")
+            asked = f"steps{of_member} is {steps}" if epochs is None else f"epochs is {epochs}, which is {steps} steps"
+            wrong.append(f"spec.training.{asked}, but {trained[name]} steps are already trained")
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong)
         raise UserError(
             f"--output {run.path}: contains a run that this job does not continue:{listed}\n"
-            "restore these values (steps, epochs: at least as many as are trained) to continue it, or name another "
-            "directory"
+            "to continue that run, restore these values (steps or epochs: at least as many as are trained); else name "
+            "another directory"
         )
     return [*lines.values()]
 

@@ -49,7 +49,10 @@ def quantity(tier: str, text: str) -> int:
     except ValueError as error:
         raise UserError(f"--{tier}: {error}") from error
     if tier == "device" and not num_bytes:
-        raise UserError(f"--device: {text} must be more than 0; leave it out to use all the node has")
+        raise UserError(
+            f"--device {text}: the memory budget of a device must be more than 0; leave --device out to use all of "
+            "its memory"
+        )
     return num_bytes
 
 
@@ -124,13 +127,15 @@ def _decided_on(
     outcome = plan_run(own, node, asked, memory_bytes, num_ranks, planned=make_plan, explained=True)
     if isinstance(outcome, Infeasible) and outcome.missing_bytes.get(Tier.NVME, 0) > 0:
         budget, free = job.spec.memory.budget.nvme, resources.disk_bytes
-        disk = f"; the disk to spill to has {format_bytes(free)} free: free space there, or name another with --spill"
+        disk = (
+            f"; the disk to spill to has only {format_bytes(free)} free; free space there, or name another with --spill"
+        )
         if budget is None or free < budget:
             outcome = outcome.model_copy(update={"nearest": outcome.nearest + disk})
     if isinstance(outcome, Infeasible) and memory_bytes < runtime:
         left = "this container's memory limit leaves" if resources.is_limited else "this machine has free"
         takes = f"{format_bytes(resources.memory_bytes)}, but the trainer itself needs {format_bytes(runtime)}"
-        return outcome.model_copy(update={"nearest": f"{outcome.nearest}; {left} {takes}: provide more memory"})
+        return outcome.model_copy(update={"nearest": f"{outcome.nearest}; {left} {takes}; provide more memory"})
     return outcome
 
 

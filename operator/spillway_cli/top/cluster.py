@@ -256,7 +256,7 @@ class JobSource:
         page = read_page("\n".join(line.decode(errors="replace") for line in lines) + "\n")
         if page is None:
             self._pages.clear()
-            return "the trainer has not made a step yet"
+            return "the trainer has not finished a step yet"
         if self._pages and page.step < self._pages[-1].step:
             self._pages.clear()
         self._pages.append(page)

@@ -13,10 +13,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from spillway.api.job_spec import JobSpec
 from spillway.api.limits import GROUP, MAX_SPEC_BYTES, QUEUE_ANNOTATIONS, RESERVED_VARIABLES, VERSION
+from spillway.api.load import job_type
 from spillway.api.manifest import validate
 from spillway.api.rejections import refusals, refusals_in_cluster
-from spillway.api.training_job import TrainingJob, TrainingJobSpec
+from spillway.api.script import ScriptJob
+from spillway.api.training_job import TrainingJob
 from spillway.errors import FieldProblem, InvalidJob
 
 from . import conditions as c
@@ -39,13 +42,13 @@ class Refusal:
         return false(c.ACCEPTED, self.reason, "; ".join(map(str, self.problems)))
 
 
-def accept(job: JobObject) -> TrainingJob | Refusal:
+def accept(job: JobObject) -> TrainingJob | ScriptJob | Refusal:
     """The job with every default filled in, or all its problems."""
     return _accept(job.spec, job.name, job.namespace)
 
 
 @lru_cache(maxsize=256)
-def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
+def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | ScriptJob | Refusal:
     if len(spec) > MAX_SPEC_BYTES:
         allowed = f"at most {MAX_SPEC_BYTES:,}; move long values to a Secret, an image or a claim"
         return Refusal(c.INVALID_SPEC, (FieldProblem("spec", f"{len(spec):,} bytes as JSON", allowed),))
@@ -56,7 +59,7 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
         "spec": json.loads(spec),
     }
     try:
-        job = validate(TrainingJob, document, name)
+        job: TrainingJob | ScriptJob = validate(job_type(document), document, name)
     except InvalidJob as error:
         return Refusal(c.INVALID_SPEC, error.problems)
     if preset := job.spec.pod.network_preset:  # one that exists was replaced by what it holds
@@ -65,34 +68,35 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | Refusal:
     return refusal(job) or job
 
 
-def refusal(job: TrainingJob) -> Refusal | None:
+def refusal(job: TrainingJob | ScriptJob) -> Refusal | None:
     """Why a valid job cannot run in a cluster; also used by `spillway submit`."""
-    problems = refusals(job) or [*refusals_in_cluster(job), *_without_guarantee(job.spec)]
+    of_its_model = [] if isinstance(job, ScriptJob) else refusals(job) or refusals_in_cluster(job)
+    problems = [*of_its_model, *_without_guarantee(job.spec)]
     if problems:
         return Refusal(c.UNSUPPORTED, tuple(problems))
     taken = tuple(_taken(job.spec))
     return Refusal(c.INVALID_SPEC, taken) if taken else None
 
 
-def _without_guarantee(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+def _without_guarantee(spec: JobSpec) -> Iterator[FieldProblem]:
     """Scheduling requests that cannot be guaranteed for this job, and the alternatives."""
     scheduling, nodes = spec.scheduling, spec.parallelism.nodes
     if scheduling.workload_priority_class_name and not scheduling.queue_name:
         yield FieldProblem(
             "spec.scheduling.workloadPriorityClassName",
             scheduling.workload_priority_class_name,
-            "only orders the jobs of a queue; give scheduling.queueName, or use priorityClassName",
+            "only applies to jobs in a queue; set scheduling.queueName, or use priorityClassName",
         )
     if scheduling.gang == "Required" and nodes > 1 and not scheduling.queue_name:
         yield FieldProblem(
             "spec.scheduling.gang",
             "Required",
-            f"starting all {nodes} pods or none needs a queue; give scheduling.queueName (Kueue), or use Auto: an "
-            "attempt that gets nodes for only some of its pods then releases them",
+            f"Required needs a queue that starts all {nodes} pods or none; set scheduling.queueName (Kueue), or use "
+            f"Auto: then an attempt that gets nodes for only some of its pods releases them",
         )
 
 
-def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
+def _taken(spec: JobSpec) -> Iterator[FieldProblem]:
     """Names that the operator sets itself."""
     for variable in spec.pod.env:
         if variable.name in RESERVED_VARIABLES:
@@ -105,12 +109,12 @@ def _taken(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
 
 # --- changes ----------------------------------------------------------------------------------------------------------
 
-NEVER_CHANGE = ("model", "data", "training", "parallelism")
+NEVER_CHANGE = ("model", "data", "training", "command", "parallelism")
 ANY_TIME = ("lifecycle", "suspend", "managed_by")
 """Fields whose changes take effect at once, or do not concern attempts."""
 
 
-def changed_fields(before: TrainingJobSpec, after: TrainingJobSpec) -> tuple[str, ...]:
+def changed_fields(before: JobSpec, after: JobSpec) -> tuple[str, ...]:
     """Fields of `after` whose values differ from those of a running attempt (`before`), as the API spells them."""
     found = tuple(name for name in _unequal(before, after) if name not in ANY_TIME)
     inner = tuple(f"pod.{_alias(after.pod, name)}" for name in _unequal(before.pod, after.pod))
@@ -118,14 +122,14 @@ def changed_fields(before: TrainingJobSpec, after: TrainingJobSpec) -> tuple[str
 
 
 def _unequal(before: BaseModel, after: BaseModel) -> tuple[str, ...]:
-    return tuple(name for name in type(after).model_fields if getattr(before, name) != getattr(after, name))
+    return tuple(name for name in type(after).model_fields if getattr(before, name, None) != getattr(after, name))
 
 
 def _alias(fields: BaseModel, name: str) -> str:
     return type(fields).model_fields[name].alias or name
 
 
-def forbidden_change(before: TrainingJobSpec, after: TrainingJobSpec, attempt: int) -> Refusal | None:
+def forbidden_change(before: JobSpec, after: JobSpec, attempt: int) -> Refusal | None:
     """A change of immutable fields, which an older CRD did not reject: the job's checkpoints would not fit."""
     problem = f"immutable, but changed since attempt {attempt}; restore the value in its ConfigMap, or create a new job"
     problems = [
@@ -139,20 +143,23 @@ def forbidden_change(before: TrainingJobSpec, after: TrainingJobSpec, attempt: i
 # --- claims -----------------------------------------------------------------------------------------------------------
 
 
-def claim_names(spec: TrainingJobSpec) -> tuple[str, ...]:
+def claim_names(spec: JobSpec) -> tuple[str, ...]:
     """Names of the PersistentVolumeClaims that the pods mount."""
     return tuple(sorted({name for _, name in _named_claims(spec)}))
 
 
-def _named_claims(spec: TrainingJobSpec) -> Iterator[tuple[str, str]]:
+def _named_claims(spec: JobSpec) -> Iterator[tuple[str, str]]:
     """Yields each field that names a claim, and the name."""
     if spec.checkpoint.claim is not None:
         yield "spec.checkpoint.claim", spec.checkpoint.claim
     for name, field in read_claims(spec).items():
         yield field, name
+    for number, mount in enumerate(spec.pod.mounts):
+        if mount.claim is not None:
+            yield f"spec.pod.mounts[{number}].claim", mount.claim
 
 
-def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding | None:
+def claim_problem(spec: JobSpec, claims: tuple[Claim, ...]) -> Finding | None:
     """A problem with the claims, which can be corrected without a change of the job."""
     found = {claim.name: claim for claim in claims}
     missing = [
@@ -170,11 +177,19 @@ def claim_problem(spec: TrainingJobSpec, claims: tuple[Claim, ...]) -> Finding |
     for field, place in spec.places.items():
         modes = found[place.claim].access_modes if place.claim else ()
         if place.fetch is not None and set(modes) == {ROX}:
-            needed = f"spec.{field}.claim = {place.claim}: a download is written to it; it is {ROX}"
+            needed = (
+                f"spec.{field}.claim = {place.claim}: the download must be written to it, but its access mode is {ROX}"
+            )
+            return false(c.PLANNED, c.CLAIM_NOT_WRITABLE, needed)
+    for number, mount in enumerate(spec.pod.mounts):
+        modes = found[mount.claim].access_modes if mount.claim else ()
+        if mount.writable and set(modes) == {ROX}:
+            needed = f"spec.pod.mounts[{number}].claim = {mount.claim}: writable is true, but its access mode is {ROX}"
             return false(c.PLANNED, c.CLAIM_NOT_WRITABLE, needed)
     problems = (
         _text_claim_problem(f"{field} = {name}", spec.parallelism.nodes, found[name].access_modes)
-        for name, field in read_claims(spec).items()
+        for field, name in _named_claims(spec)
+        if field != "spec.checkpoint.claim"
     )
     return next((problem for problem in problems if problem is not None), None)
 
@@ -184,17 +199,19 @@ def _checkpoint_claim_problem(claim: str, num_nodes: int, modes: tuple[str, ...]
     if not modes or RWX in modes:
         return None
     if num_nodes > 1:
-        needed = f"{num_nodes} nodes write to it, so it must be {RWX}; it is {are}"
+        needed = f"{num_nodes} nodes write to it, so its access mode must be {RWX}; it is {are}"
         return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"{field}: {needed}")
     if set(modes) == {ROX}:
-        return false(c.PLANNED, c.CLAIM_NOT_WRITABLE, f"{field}: checkpoints are written to it; it is {are}")
+        return false(
+            c.PLANNED, c.CLAIM_NOT_WRITABLE, f"{field}: checkpoints must be written to it, but its access mode is {are}"
+        )
     return None
 
 
 def _text_claim_problem(field: str, num_nodes: int, modes: tuple[str, ...]) -> Finding | None:
     if not modes or num_nodes == 1 or {ROX, RWX}.intersection(modes):
         return None
-    needed = f"{num_nodes} nodes read from it, so it must be {ROX} or {RWX}; it is {', '.join(modes)}"
+    needed = f"{num_nodes} nodes read from it, so its access mode must be {ROX} or {RWX}; it is {', '.join(modes)}"
     return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"{field}: {needed}")
 
 

@@ -15,6 +15,7 @@ from .conditions import Finding, false, true
 from .deadlines import due_seconds
 from .observed import Deletion, Desired, EventNote, Manifest
 from .progress_status import correction_notes, member_notes
+from .service_levels import counts
 
 PATIENCE_SECONDS = 10.0
 """How long an attempt may take to run before its pods are examined."""
@@ -78,6 +79,7 @@ def write(
             *c.notes(before.conditions, conditions),
         ),
         ran_out=_ran_out(before, after),
+        counts=counts(case, after),
         look_again_seconds=look_again,
     )
 
@@ -93,7 +95,9 @@ def _fault_notes(before: Attempts | None, after: Attempts | None) -> tuple[Event
     """The event about a node that the job avoids from now on."""
     known = (before.faulty_nodes if before is not None else None) or ()
     return tuple(
-        EventNote("Warning", "NodeAvoided", "Restart", f"{one.reason} on {one.node}: this job avoids it for a day")
+        EventNote(
+            "Warning", "NodeAvoided", "Restart", f"{one.reason} on {one.node}: this job avoids that node for a day"
+        )
         for one in (after.faulty_nodes if after is not None else None) or ()
         if one not in known
     )

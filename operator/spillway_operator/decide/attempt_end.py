@@ -34,7 +34,7 @@ _NODE_SHUT_DOWN = ("NodeLost", "NodeShutdown", "Shutdown", "Terminated")
 """Reasons in a pod's status, from the kubelet or the node controller."""
 _WAITED_IN_VAIN = re.compile(r"rank \d+ waited ")
 """Begin of the trainer's message when a rank gave up waiting for one that never appeared. For a rank that disappeared
-it is "waited for ..., and a rank was gone"."""
+it is "another rank ended while this one waited for ..."."""
 FREE_SHORT_ATTEMPTS = 3
 """After this many short attempts in a row, a pod that vanished without a trace no longer counts as a disruption."""
 
@@ -91,7 +91,7 @@ def cause_of_end(pods: Iterable[PodObject], num_nodes: int, short_in_a_row: int 
     missing = set(range(num_nodes)) - {pod.index for pod in there}
     excused = short_in_a_row < FREE_SHORT_ATTEMPTS and not any(_waited_in_vain(pod) for pod in followers)
     if missing and (excused or not followers):
-        return Cause(POD_DELETED, f"the pod of node {min(missing)} was deleted")
+        return Cause(POD_DELETED, f"the attempt's pod with index {min(missing)} was deleted")
     if followers:
         return _own_failure(followers[0])
     return Cause(RANK_CRASHED, "the attempt's Job failed, and no pod shows the cause")
@@ -202,7 +202,8 @@ def _own_failure(pod: PodObject) -> Cause:
         return Cause(
             OOM_KILLED,
             f"{where}: the kernel killed a process, because the pod reached its memory limit (exit code "
-            f"{ending.exit_code}); lower spec.memory.budget.host or the batch size",
+            f"{ending.exit_code}); give it more (spec.pod.resources.memory), or lower spec.memory.budget.host or the "
+            "batch size",
             pod.node,
         )
     termination = read_termination(ending)
@@ -225,7 +226,8 @@ def _disruption(pod: PodObject) -> Cause:
         lost = f"{where}: its node was lost ({pod.disruption or pod.status_reason}){because}"
         return Cause(NODE_LOST, clean(lost), pod.node)
     if _exceeded_its_disk(pod):
-        return Cause(EVICTED, clean(f"{where}: evicted by the kubelet{because}"), pod.node)
+        more = "; pod.resources.scratch gives it more disk space" if "ephemeral" in said else ""
+        return Cause(EVICTED, clean(f"{where}: evicted by the kubelet{because}{more}"), pod.node)
     how = pod.disruption or pod.status_reason or "deleted"
     return Cause(POD_DELETED, clean(f"{where}: removed ({how}){because}"), pod.node)
 

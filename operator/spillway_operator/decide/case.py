@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from spillway.api.field_types import MAX_COUNT
+from spillway.api.search_space import members_in
 from spillway.api.status import Attempts, Condition, TrainingJobStatus
 from spillway.placement.place import Place
 
@@ -62,7 +63,7 @@ class Case:
     @property
     def members(self) -> tuple[str, ...]:
         """Names of a sweep's members."""
-        return tuple(str(member.get("name")) for member in _members(self.spec))
+        return tuple(str(member.get("name")) for member in members_in(self.spec))
 
     @property
     def owned(self) -> tuple[AttemptObject, ...]:
@@ -144,13 +145,8 @@ class Case:
 def num_steps(spec: dict[str, Any]) -> int:
     """Steps of the job; for a sweep those of all members, unless successive halving stops some. 0: it has epochs."""
     own = whole(given(spec, "training.steps"), 0)
-    of_members = [whole(given(member, "training.steps"), own) for member in _members(spec)]
+    of_members = [whole(given(member, "training.steps"), own) for member in members_in(spec)]
     return min(sum(of_members) if of_members else own, MAX_COUNT)
-
-
-def _members(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    found = spec.get("members")
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def is_over(status: TrainingJobStatus) -> bool:
@@ -167,13 +163,17 @@ def seconds_of(time: str) -> float:
     """Unix seconds of an RFC 3339 time; 0 if it is invalid."""
     try:
         return datetime.fromisoformat(time).timestamp()
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         return 0.0
 
 
 def is_corrected(spec: dict[str, Any]) -> bool:
     """Whether live corrections are applied; with mode Advise they are only reported."""
     return given(spec, "memory.mode") in (None, "Auto")
+
+
+def num_ranks(spec: dict[str, Any]) -> int:
+    return whole(given(spec, "parallelism.nodes"), 1) * whole(given(spec, "parallelism.devicesPerNode"), 1)
 
 
 def whole(value: object, default: int) -> int:

@@ -56,22 +56,23 @@ CAUSES: dict[str, str] = {
     RANK_CRASHED: "a rank exited with an undocumented code, or was killed by a signal",
     ExitCode.USER_ERROR.reason: "the trainer found an invalid field, dataset or claim (exit code 64)",
     ExitCode.DEVICE_OUT_OF_MEMORY.reason: "the device budget was exceeded (70)",
-    ExitCode.NON_FINITE.reason: "loss or gradients not finite, with nonFinite: Fail or at the lowest loss scale (71)",
-    ExitCode.SPILL_VOLUME_FULL.reason: "the spill volume has too little space for the slab (72)",
+    ExitCode.NON_FINITE.reason: "loss or gradients were not finite, and training.nonFinite is Fail or the loss scale "
+    "was at its minimum (71)",
+    ExitCode.SPILL_VOLUME_FULL.reason: "the spill volume has too little space for the spill file (72)",
     ExitCode.SPILL_IO_ERROR.reason: "a read or write on the spill volume failed (73)",
     ExitCode.CHECKPOINT_CORRUPT.reason: "no checkpoint of the job is intact (74)",
     ExitCode.PREEMPTED.reason: "stopped on request, after a committed checkpoint (75)",
     ExitCode.HOST_OUT_OF_MEMORY.reason: "an allocation of host memory failed (76)",
-    ExitCode.FENCED.reason: "a newer attempt owned the run (77)",
+    ExitCode.FENCED.reason: "a newer attempt had taken over the run (77)",
     ExitCode.DEVICE_FAULT.reason: "a device failed, or its results differed from the CPU's before the first step (78)",
     retries.OOM_KILLED: "the kernel killed a process, because the pod's memory limit was reached",
     retries.NODE_LOST: "the node was lost or shut down",
     retries.POD_DELETED: "a pod was deleted, drained, preempted, or evicted because its node ran out of space",
     retries.EVICTED: "the kubelet evicted a pod, because it used more disk than its limit",
     retries.JOB_DELETED: "the attempt's Job was deleted",
-    retries.GANG_YIELDED: "only some of its pods had nodes, and they were released for an older job, or after a time "
-    "limit",
-    retries.REPLANNED: "the scheduler found no node for its pods, and another plan fits what is free",
+    retries.GANG_YIELDED: "only some of its pods had nodes, and these nodes were released for an older job or after "
+    "scheduling.gangWaitSeconds",
+    retries.REPLANNED: "the scheduler found no node for its pods, and another plan fits the free nodes",
     retries.STALLED: "no step was reported for lifecycle.stallSeconds",
     retries.DEADLINE_EXCEEDED: "attempts ran for lifecycle.activeDeadlineSeconds",
     retries.PENDING_DEADLINE_EXCEEDED: "no attempt ran for lifecycle.pendingDeadlineSeconds; the message says why",
@@ -96,20 +97,23 @@ REASONS: dict[str, dict[str, str]] = {
         "continues, and is not compared with changes of the spec",
         INVALID_SPEC: "False: fields are wrong; the message names each with what was found and what is allowed",
         UNSUPPORTED: "False: fields ask for unsupported features; the message names alternatives",
-        NAME_CONFLICT: "False: a foreign object has the name of one of the attempt's objects; nothing was created",
+        NAME_CONFLICT: "False: an object that does not belong to this job has the name of one of the attempt's "
+        "objects; nothing was created",
     },
     PLANNED: {
         "Planned": "a memory plan was made; the message says where the attempt should run, and why",
-        INSPECTING: "Unknown: a pod fetches what the job reads, and builds the model to find its sizes",
-        INSPECTION_FAILED: "False: the download or the building of the model failed; deleting the Job tries again",
-        "NoNode": "False: no node can run a pod of this job now; retried",
+        INSPECTING: "Unknown: a pod downloads what the job reads, and builds the model to find its sizes",
+        INSPECTION_FAILED: "False: the download failed, or the model could not be built; to try again, delete the Job "
+        "that the message names",
+        "NoNode": "False: no node can run a pod of this job now; the operator tries again",
         "DoesNotFit": "False: no plan fits the existing nodes; the message has the missing bytes and the nearest "
-        "configuration that fits; retried, because nodes change",
-        CLAIM_NOT_FOUND: "False: a PersistentVolumeClaim that the spec names does not exist; retried",
+        "configuration that fits; the operator tries again, because nodes change",
+        CLAIM_NOT_FOUND: "False: a PersistentVolumeClaim that the spec names does not exist; the operator tries again",
         CLAIM_NOT_SHARED: "False: more than one node uses a claim that only one can mount",
         CLAIM_NOT_WRITABLE: "False: checkpoints are written to the claim, but it is read-only",
         CONTRACT_TOO_LARGE: "False: spec and plan do not fit in a ConfigMap (1 MiB)",
-        NO_NUMBER: "False: somebody wrote a status.attempts that leaves no number for another attempt",
+        NO_NUMBER: "False: somebody changed status.attempts to the highest possible number, so no further attempt can "
+        "be numbered",
     },
     QUOTA_RESERVED: {
         "Waiting": "False: the queue has not admitted the attempt yet",
@@ -139,8 +143,8 @@ REASONS: dict[str, dict[str, str]] = {
         "withdrawn",
         retries.GANG_YIELDED: "False: only some of the attempt's pods have nodes: it releases them, and another one "
         "follows",
-        retries.REPLANNED: "False: the scheduler finds no node for the attempt's pods, and another plan fits what is "
-        "free: the attempt is withdrawn, and one with that plan follows",
+        retries.REPLANNED: "False: the scheduler finds no node for the attempt's pods, and another plan fits the free "
+        "nodes: the attempt is withdrawn, and one with that plan follows",
         JOB_GONE: "False: the attempt's Job was deleted and one of its pods was left behind; the message says which",
         "Queued": "False: the attempt waits in a queue",
         RESTARTING: "False: the last attempt ended and another one follows",
@@ -151,8 +155,9 @@ REASONS: dict[str, dict[str, str]] = {
     PROGRESSING: {
         "Waiting": "Unknown: the attempt has not reported a step yet",
         "Stepping": "steps are reported",
-        NO_REPORT: "Unknown: no step was reported for five minutes and three predicted steps; or for "
-        "lifecycle.stallSeconds while no job reports, or by a job that never reported",
+        NO_REPORT: "Unknown: no step was reported for five minutes, or for three predicted steps if these take longer. "
+        "Or no step was reported for lifecycle.stallSeconds, but the attempt is not ended, because no other job "
+        "reports either or because this job has never reported",
         "NoProgress": "False: no step for lifecycle.stallSeconds",
         "NotRunning": "False: there is no current attempt",
     },
@@ -163,9 +168,9 @@ REASONS: dict[str, dict[str, str]] = {
     },
     METRICS_AVAILABLE: {
         "Fresh": "live metrics were used for the placement of the current attempt",
-        "Stale": "False: they were too old or not available; the attempt was placed without them",
+        "Stale": "False: live metrics were too old or not available; the attempt was placed without them",
         "NotConfigured": "False: the operator has no source of metrics; the attempt was placed without them",
-        "NoNodeView": "False: the operator may not list nodes; the plan comes from the catalog",
+        "NoNodeView": "False: the operator has no permission to list nodes; the plan comes from the catalog",
     },
     SUSPENDED: {
         SUSPENDED_BY_USER: "spec.suspend is true and nothing runs",
@@ -182,8 +187,8 @@ REASONS: dict[str, dict[str, str]] = {
         "NotReady": "False: the job waits for something, or failed",
     },
     RECONCILING: {
-        "InProgress": "the operator, the queue or the scheduler is working on it",
-        "Settled": "False: the job waits for nothing",
+        "InProgress": "the operator, the queue or the scheduler is working on the job",
+        "Settled": "False: the job does not wait for anything",
     },
     STALLED: {
         "Failed": "the job failed",

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from spillway.api.job_spec import JobSpec
 from spillway.api.pod import DEFAULT_GANG_WAIT_SECONDS
-from spillway.api.training_job import TrainingJobSpec
 from spillway.feedback.retries import GANG_YIELDED
 
 from . import conditions as c
@@ -32,7 +32,7 @@ LONGEST_HOLD_SECONDS = 300.0
 Kind = Literal["Queue", "Yield", ""]
 
 
-def kind_of(spec: TrainingJobSpec) -> Kind:
+def kind_of(spec: JobSpec) -> Kind:
     """The value of status.plan.gang: how attempts of the job get nodes for all pods or none."""
     if spec.parallelism.nodes == 1 or spec.scheduling.gang == "Disabled":
         return ""

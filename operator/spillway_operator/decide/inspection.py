@@ -18,7 +18,7 @@ from typing import Any
 from spillway.api.limits import FETCH_DEADLINE_SECONDS, INSPECTION_DEADLINE_SECONDS, INSPECTION_MEMORY_BYTES
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import ExitCode
-from spillway.placement.place import pod_tolerations
+from spillway.placement.able_nodes import pod_tolerations
 from spillway.planning.model_shape import ModelShape
 from spillway.units import format_quantity
 
@@ -68,7 +68,7 @@ def inspected(case: Case, job: TrainingJob, seen: Inspection) -> ModelShape | De
         shape = read_shape(seen.shape)
         if shape is not None:
             return shape
-        problem = f"ConfigMap {shape_name(name)} holds no shape that this operator can read; delete it"
+        problem = f"ConfigMap {shape_name(name)} does not hold model sizes that this operator can read; delete it"
         return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, problem))
     if not seen.job_uid:
         return write(case.found(_inspecting(job, "")), creates=(_job(case, job),), look_again=LOOK_SECONDS)
@@ -79,8 +79,9 @@ def inspected(case: Case, job: TrainingJob, seen: Inspection) -> ModelShape | De
         return write(case.found(_inspecting(job, "its pod was lost")), deletes=(again,), look_again=PATIENCE_SECONDS)
     if seen.outcome == "Complete" and seen.ending is not None and read_shape(seen.ending.message) is not None:
         return write(case, creates=(_config_map(case, seen.ending.message.strip()),), look_again=0.0)
-    return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, f"{_why(seen, job.spec)}; correct it, then try again: "
-                              f"kubectl delete job {job_name(name)} -n {job.metadata.namespace}"))  # fmt: skip
+    delete = f"kubectl delete job {job_name(name)} -n {job.metadata.namespace}"
+    message = f"{_why(seen, job.spec)}; correct it, then delete the inspection's Job to create it again: {delete}"
+    return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, message))
 
 
 def read_shape(text: str) -> ModelShape | None:
@@ -113,7 +114,7 @@ def _why(seen: Inspection, spec: TrainingJobSpec) -> str:
     assert seen.ending is not None
     if seen.ending.reason == "OOMKilled":
         limit = format_quantity(INSPECTION_MEMORY_BYTES)
-        return f"building the model took more than {limit} of memory: build its parameters on device meta"
+        return f"building the model used more than {limit} of memory; create its parameters on device meta"
     if seen.ending.exit_code == ExitCode.USER_ERROR and seen.ending.message:
         return seen.ending.message
     return f"building the model ended with exit code {seen.ending.exit_code}: {seen.ending.message or 'no message'}"

@@ -14,18 +14,21 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from spillway.api.job_file import JOB_VERSION, JobFile
+from spillway.api.job_file import JOB_VERSION, AttemptFile, JobFile, ScriptFile
+from spillway.api.job_spec import JobSpec
 from spillway.api.limits import GROUP, INSPECTION_MEMORY_BYTES, RESERVED_KEYS, RESERVED_PREFIXES, USER_ID, VERSION
-from spillway.api.pod import SecurityContext, Toleration
+from spillway.api.pod import Mount, SecurityContext, Toleration
 from spillway.api.progress import CA_VARIABLE, TOKEN_AUDIENCE, TOKEN_VARIABLE, URL_VARIABLE
+from spillway.api.script import ScriptJob, is_script
 from spillway.api.status import Attempts, Escalation, PlanStatus
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.feedback.recent_peaks import LEAST_PLAUSIBLE
+from spillway.json_text import json_object
+from spillway.placement.able_nodes import pod_tolerations, tolerates
 from spillway.placement.cluster_view import Taint
-from spillway.placement.place import pod_tolerations, tolerates
 from spillway.plan import PLAN_VERSION, MemoryPlan
-from spillway.planning.pod_resources import PodResources, pod_resources
+from spillway.planning.pod_resources import PodResources, pod_resources, script_resources
 from spillway.units import format_bytes, format_cores, format_quantity
 
 from .observed import Contract, JobObject, Manifest, OperatorFacts
@@ -101,7 +104,7 @@ class Decision(BaseModel):
 class AttemptFiles:
     """The content of an attempt's ConfigMap."""
 
-    job: JobFile
+    job: JobFile | ScriptFile
     plan: MemoryPlan
     plan_status: PlanStatus
     """The attempt's status.plan."""
@@ -119,6 +122,8 @@ class AttemptFiles:
 
     @property
     def counted(self) -> PodResources:
+        if isinstance(self.job, ScriptFile):
+            return script_resources(self.job.spec, self.plan.device)
         return pod_resources(self.job.spec, self.plan, self.job.ranks_per_node)
 
     @property
@@ -140,7 +145,7 @@ def attempt_name(job: str, attempt: int) -> str:
 
 
 def attempt_files(
-    job: TrainingJob,
+    job: TrainingJob | ScriptJob,
     uid: str,
     plan: MemoryPlan,
     plan_status: PlanStatus,
@@ -153,7 +158,7 @@ def attempt_files(
     several = spec.parallelism.nodes > 1
     name = attempt_name(job.metadata.name, attempt)
     kept = checkpoint_directory(spec, job.metadata.name, uid)
-    job_file = JobFile(
+    attempt_file = AttemptFile(
         name=job.metadata.name,
         namespace=job.metadata.namespace,
         uid=uid,
@@ -175,10 +180,12 @@ def attempt_files(
         master_address=f"{name}-0.{name}" if several else "127.0.0.1",
         master_port=facts.master_port if several else 0,
     )
+    made = ScriptFile if isinstance(job, ScriptJob) else JobFile
+    job_file = made.model_validate(dict(attempt_file) | {"spec": spec})
     return AttemptFiles(job_file, plan, plan_status.model_copy(update={"config_map": name}), decision)
 
 
-def checkpoint_directory(spec: TrainingJobSpec, name: str, uid: str) -> str:
+def checkpoint_directory(spec: JobSpec, name: str, uid: str) -> str:
     """A directory of the job's own on the claim, so that a later job of the same name does not resume it; else in the
     pod."""
     if spec.checkpoint.claim is None:
@@ -186,7 +193,7 @@ def checkpoint_directory(spec: TrainingJobSpec, name: str, uid: str) -> str:
     return f"{CHECKPOINT_MOUNT}/{spec.checkpoint.sub_path or f'{name}-{uid[:8]}'}"
 
 
-def read_claims(spec: TrainingJobSpec) -> dict[str, str]:
+def read_claims(spec: JobSpec) -> dict[str, str]:
     """Claim with text to train or evaluate on, or with a model -> the first field that names it."""
     return {place.claim: f"spec.{field}.claim" for field, place in reversed(spec.places.items()) if place.claim}
 
@@ -194,8 +201,9 @@ def read_claims(spec: TrainingJobSpec) -> dict[str, str]:
 def read_contract(contract: Contract) -> AttemptFiles | None:
     """The files of a contract; None if this operator cannot read them."""
     try:
+        made = ScriptFile if is_script((json_object(contract.job_json) or {}).get("spec")) else JobFile
         return AttemptFiles(
-            JobFile.model_validate_json(contract.job_json),
+            made.model_validate_json(contract.job_json),
             MemoryPlan.model_validate_json(contract.plan_json),
             PlanStatus.model_validate_json(contract.decision_json),
             Decision.model_validate_json(contract.attempt_json),
@@ -340,7 +348,8 @@ def pod_spec(files: AttemptFiles, facts: OperatorFacts) -> dict[str, Any]:
     spec, resources, volumes = files.job.spec, files.resources, _volumes(files, files.resources, facts)
     command = ["python", "-m", "spillway_trainer.launch", CONTRACT_DIRECTORY]
     container = _container(spec, facts, command, _requests(resources), volumes)
-    container["ports"] = [{"name": "metrics", "containerPort": files.job.metrics_port or facts.metrics_port}]
+    if isinstance(files.job, JobFile):  # a script serves no metrics
+        container["ports"] = [{"name": "metrics", "containerPort": files.job.metrics_port or facts.metrics_port}]
     pod = _pod(spec, container, volumes) | _scheduling(files)
     pod["terminationGracePeriodSeconds"] = resources.grace_seconds
     if files.job.num_nodes > 1:
@@ -363,7 +372,8 @@ def inspection_pod(spec: TrainingJobSpec, facts: OperatorFacts, tolerations: Seq
     for claim, field in read_claims(spec).items():
         if claim in written or (spec.model.source is not None and claim == spec.model.source.claim):
             at = f"{CLAIMS_DIRECTORY}/{claim}"
-            volumes.append(_mounted(_READ_VOLUMES[field], _claim(claim), at, read_only=claim not in written))
+            volumes.append(_mounted(READ_VOLUMES[field], _claim(claim), at, read_only=claim not in written))
+    volumes += [_mount(number, mount) for number, mount in enumerate(spec.pod.mounts)]
     bounded = {"memory": format_quantity(INSPECTION_MEMORY_BYTES), "ephemeral-storage": "256Mi"}
     resources = {"requests": {"cpu": "500m", **bounded}, "limits": bounded}
     asked = f"{CONTRACT_DIRECTORY}/job.json"
@@ -378,7 +388,7 @@ def inspection_pod(spec: TrainingJobSpec, facts: OperatorFacts, tolerations: Seq
     return pod
 
 
-def _pod(spec: TrainingJobSpec, container: dict[str, Any], volumes: list[Mounted]) -> dict[str, Any]:
+def _pod(spec: JobSpec, container: dict[str, Any], volumes: list[Mounted]) -> dict[str, Any]:
     """Pod Security `restricted`, and no API token."""
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -412,7 +422,7 @@ def _security_context(asked: SecurityContext) -> dict[str, Any]:
 
 
 def _container(
-    spec: TrainingJobSpec,
+    spec: JobSpec,
     facts: OperatorFacts,
     command: list[str],
     resources: dict[str, Any],
@@ -438,7 +448,7 @@ def _container(
     }
 
 
-def _environment(spec: TrainingJobSpec, facts: OperatorFacts) -> list[dict[str, Any]]:
+def _environment(spec: JobSpec, facts: OperatorFacts) -> list[dict[str, Any]]:
     """The job's variables, then ours, which take precedence."""
     given = [variable.model_dump(mode="json", exclude_none=True) for variable in spec.pod.env]
     own = {"TMPDIR": SCRATCH_DIRECTORY, "HOME": SCRATCH_DIRECTORY}
@@ -485,8 +495,9 @@ def _volumes(files: AttemptFiles, resources: PodResources, facts: OperatorFacts)
     if spec.checkpoint.claim is not None:
         found.append(_mounted("checkpoints", _claim(spec.checkpoint.claim), CHECKPOINT_MOUNT))
     for claim, field in read_claims(spec).items():
-        volume = _READ_VOLUMES[field]
+        volume = READ_VOLUMES[field]
         found.append(_mounted(volume, _claim(claim), f"{CLAIMS_DIRECTORY}/{claim}", read_only=True))
+    found += [_mount(number, mount) for number, mount in enumerate(spec.pod.mounts)]
     if facts.progress_url:
         source = {
             "serviceAccountToken": {
@@ -497,11 +508,11 @@ def _volumes(files: AttemptFiles, resources: PodResources, facts: OperatorFacts)
     return found
 
 
-_READ_VOLUMES = {
+READ_VOLUMES = {
     "spec.data.text.claim": "text", "spec.data.evaluation.text.claim": "evaluation-text",
     "spec.data.chat.claim": "chat", "spec.data.evaluation.chat.claim": "evaluation-chat",
     "spec.data.tokens.claim": "tokens",
-    "spec.model.source.claim": "model",
+    "spec.model.source.claim": "model", "spec.checkpoint.from.claim": "from",
 }  # fmt: skip
 """Field that names a claim -> name of its volume."""
 
@@ -513,11 +524,23 @@ def _mounted(name: str, source: dict[str, Any], path: str, *, read_only: bool = 
     return {"name": name, **source}, mount
 
 
+def _mount(number: int, mount: Mount) -> Mounted:
+    """One of the user's own."""
+    if mount.claim is not None:
+        source = _claim(mount.claim)
+    elif mount.config_map is not None:
+        source = {"configMap": {"name": mount.config_map}}
+    else:
+        source = {"secret": {"secretName": mount.secret}}
+    volume, at = _mounted(f"mount-{number}", source, mount.path, read_only=not mount.writable)
+    return volume, at | ({"subPath": mount.sub_path} if mount.sub_path else {})
+
+
 def _claim(name: str) -> dict[str, Any]:
     return {"persistentVolumeClaim": {"claimName": name}}
 
 
-def _spill_volume(spec: TrainingJobSpec, resources: PodResources) -> dict[str, Any]:
+def _spill_volume(spec: JobSpec, resources: PodResources) -> dict[str, Any]:
     size = format_quantity(resources.spill_volume_bytes)
     if not spec.spill.storage_class_name:
         return {"emptyDir": {"sizeLimit": size}}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from spillway.api.progress import ProgressReport
 from spillway.api.status import Escalation
+from spillway.metrics import Metric
 from spillway.placement.cluster_view import ClusterView
 
 Manifest = Mapping[str, Any]
@@ -249,6 +250,16 @@ class EventNote:
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """What a written status adds to a metric of its namespace."""
+
+    metric: Metric
+    value: float
+    label: str = ""
+    """Value of the metric's label after `namespace`; "" if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Desired:
     """What to do now; empty if nothing has to change."""
 
@@ -261,6 +272,8 @@ class Desired:
     events: tuple[EventNote, ...] = ()
     ran_out: tuple[Escalation, ...] = ()
     """Out-of-memory ends that the status accounts for the first time: MemoryProfiles record them."""
+    counts: tuple[Count, ...] = ()
+    """What this status adds to the metrics for service levels."""
     look_again_seconds: float | None = None
     needs: frozenset[str] = field(default_factory=frozenset)
     """Fields of Observed needed for the decision: contracts, pods, claims, inspection, queue_says, waiting_gangs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from spillway.api.script import ScriptJob
 from spillway.api.status import Attempts, Escalation, PlanStatus, TierQuantities
 from spillway.api.training_job import TrainingJob
 from spillway.errors import UserError
@@ -55,7 +56,12 @@ class AttemptHistory:
 
 
 def plan_attempt(
-    job: TrainingJob, uid: str, cluster: ClusterView, facts: OperatorFacts, past: AttemptHistory, place: Place
+    job: TrainingJob | ScriptJob,
+    uid: str,
+    cluster: ClusterView,
+    facts: OperatorFacts,
+    past: AttemptHistory,
+    place: Place,
 ) -> AttemptFiles | Finding:
     """Plans the last attempt in `past.attempts`."""
     device = past.last.device if past.last is not None else None
@@ -74,7 +80,9 @@ def plan_attempt(
     if isinstance(placed, Unplaceable):
         return false(c.PLANNED, placed.reason if placed.reason in c.REASONS[c.PLANNED] else "NoNode", placed.message)
     if repeats(past.failures, placed.plan, placed.pod.memory_bytes):
-        return false(c.PLANNED, "DoesNotFit", "every plan that fits needs as much of the memory that ran out")
+        return false(
+            c.PLANNED, "DoesNotFit", "every other plan that fits needs at least as much of the memory that ran out"
+        )
     decision = Decision(
         attempts=past.attempts,
         preferences=tuple(Preferred(node=best.node, weight=best.weight) for best in placed.preferences),
@@ -90,7 +98,9 @@ def plan_attempt(
     return attempt_files(job, uid, placed.plan, planned, decision, threads, facts)
 
 
-def _placed(job: TrainingJob, cluster: ClusterView, past: AttemptHistory, place: Place) -> Placement | Unplaceable:
+def _placed(
+    job: TrainingJob | ScriptJob, cluster: ClusterView, past: AttemptHistory, place: Place
+) -> Placement | Unplaceable:
     """Places the attempt with corrections from its memory failures. After a long attempt with much headroom, uses its
     peaks instead if that gives a clearly faster plan."""
     careful = corrections_after(past.failures)
@@ -138,11 +148,12 @@ def advice(job: TrainingJob, cluster: ClusterView, failures: tuple[MemoryFailure
 def plan_status(placed: Placement, cluster: ClusterView) -> PlanStatus:
     """The status.plan of a placement."""
     plan, room = placed.plan, placed.headroom
+    held = {tier: plan.bytes[tier].total for tier in plan.bytes if plan.num_segments}  # a script has no segments
     return PlanStatus(
         node=c.clean(placed.node.name, 64),
         device=plan.device,
         summary=c.clean("; ".join(plan.reasons) or summary(plan), LONGEST_TEXT),
-        bytes=_quantities(*(plan.bytes[tier].total if tier in plan.bytes else None for tier in Tier)),
+        bytes=_quantities(*(held.get(tier) for tier in Tier)),
         pod_memory=min(placed.pod.memory_bytes, LARGEST_QUANTITY),
         activations=plan.bytes[Tier.NVME].activations if plan.movable_activations else None,
         step_seconds=f"{plan.prediction.step_seconds:.3g}",
@@ -177,7 +188,7 @@ def summary(plan: MemoryPlan) -> str:
 def metrics_seen(cluster: ClusterView) -> MetricsSeen:
     """Whether live metrics were used for the placement."""
     if cluster.nodes is None:
-        return MetricsSeen(status="False", reason="NoNodeView", message="the operator may not list nodes")
+        return MetricsSeen(status="False", reason="NoNodeView", message="the operator has no permission to list nodes")
     problem = c.clean(cluster.metrics_problem)
     if not cluster.metrics_source and cluster.metrics_age_seconds is None:
         return MetricsSeen(status="False", reason="NotConfigured", message=problem)
@@ -214,7 +225,7 @@ def belongs_to(files: AttemptFiles, job: JobObject, attempt: int) -> bool:
     return found == (job.uid, job.namespace, job.name, attempt, attempt)
 
 
-def is_ours(files: AttemptFiles, job: TrainingJob, uid: str, facts: OperatorFacts) -> bool:
+def is_ours(files: AttemptFiles, job: TrainingJob | ScriptJob, uid: str, facts: OperatorFacts) -> bool:
     """Whether the operator would write the same job.json for the accepted job, but for the plan and for fields that do
     not concern attempts. Otherwise a Job of this contract could still be created, late, beside that of a new one.
 

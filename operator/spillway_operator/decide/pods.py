@@ -28,10 +28,13 @@ def pod_findings(
         scheduled = false(c.SCHEDULED, "Unschedulable", f"{unschedulable.name}: {unschedulable.unschedulable}")
     waiting = next((pod for pod in pods if pod.waiting), None)
     if waiting is not None:
-        corrected = "spec.pod.image" if "image" in waiting.waiting.partition(":")[0].lower() else "spec"
-        mend = f"correct {corrected}, then start a new attempt: kubectl delete job {attempt.name} -n " + (
-            attempt.namespace
+        reason = waiting.waiting.partition(":")[0]
+        corrected = "spec.pod.image" if "image" in reason.lower() else "spec"
+        mend = (
+            f"correct {corrected}, then start a new attempt: kubectl delete job {attempt.name} -n {attempt.namespace}"
         )
+        if reason.startswith("Failed"):  # the kubelet tries again
+            mend = f"once that is corrected, the pod starts; or {mend}"
         said = c.clean(waiting.waiting, c.LONGEST_MESSAGE - len(waiting.name) - len(mend) - 4)
         return scheduled, false(c.RUNNING, "ContainerWaiting", f"{waiting.name}: {said}; {mend}")
     if unschedulable is not None:

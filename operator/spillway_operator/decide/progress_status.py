@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from spillway.api.field_types import MAX_COUNT
 from spillway.api.progress import (
     MemberProgress,
     MemberState,
@@ -195,14 +196,16 @@ def _of_a_stranger(before: Progress | None, report: ProgressReport, steps: int, 
     said = report.trainer_status
     if said.progress_percentage is None:
         return before
-    known = before or Progress(steps=steps)
+    counted = {metric.name: int(metric.value) for metric in said.metrics if metric.value.isdecimal()}
+    known = before or Progress()
+    steps = steps or min(counted.get("total_steps", known.steps), MAX_COUNT)  # a script's, by Hugging Face's callback
     reached = known.step if known.last_step_time is not None else 0
-    step = max(steps * said.progress_percentage // 100, reached)
-    loss = next((clean(metric.value, 64) for metric in said.metrics if metric.name == "loss"), known.loss)
+    step = max(min(counted.get("current_step", steps * said.progress_percentage // 100), steps), reached)
+    loss = next((_rounded(metric.value) for metric in said.metrics if metric.name == "loss"), known.loss)
     eta = "" if said.estimated_remaining_seconds is None else duration(said.estimated_remaining_seconds)
     same = known.last_step_time is not None and step == reached and known.advance_time is not None
     changes = {
-        "step": step, "display": percent(step, steps), "loss": loss, "eta": eta, "last_step_time": time,
+        "step": step, "steps": steps, "display": percent(step, steps), "loss": loss, "eta": eta, "last_step_time": time,
         "advance_time": known.advance_time if same else time,
     }  # fmt: skip
     return known.model_copy(update=changes)
@@ -243,7 +246,7 @@ def _with_correction(
     if known - left < LEAST_BYTES:
         return memory.model_copy(update={"activations": known, "correction": told.correction})
     what = f"use {short_bytes(left)} of each rank's spill file instead of {short_bytes(known)}"
-    does = f"activations {what}, the rest stays in host memory"
+    does = f"activations {what}, and the rest of them stays in host memory"
     would = f"mode Auto would let activations {what}"
     sentence = f"other data fills the spill volume: {does if is_corrected else would}"
     return memory.model_copy(update={"activations": left, "correction": sentence})
@@ -293,6 +296,14 @@ def short_bytes(num_bytes: int) -> str:
             value = num_bytes / size
             return f"{value:.0f}{suffix}" if value >= 9.95 else f"{value:.1f}".removesuffix(".0") + suffix
     return str(num_bytes)
+
+
+def _rounded(value: str) -> str:
+    """A stranger's figure, as ours are shown; as it is if it is no number."""
+    try:
+        return _figure(float(value))
+    except ValueError:
+        return clean(value, 64)
 
 
 def _figure(loss: float | None) -> str:

@@ -25,7 +25,9 @@ from pydantic import ValidationError
 from spillway.api.field_types import MAX_COUNT
 from spillway.api.limits import MANAGER
 from spillway.api.pod import DEFAULT_RESTARTS
+from spillway.api.script import is_script
 from spillway.api.status import MOST_ESCALATIONS, MOST_FAULTY_NODES, Escalation, FaultyNode, TrainingJobStatus
+from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode
 from spillway.feedback.ladder import tries_are_used_up
 from spillway.feedback.retries import (
@@ -193,7 +195,8 @@ _NOBODY_HEARD = unknown(
 _NEVER_HEARD = unknown(
     c.PROGRESSING,
     c.NO_REPORT,
-    "all pods run, but this job has never reported: the trainer hangs, or cannot reach the operator; see its log. "
+    "all pods run, but this job has never reported: the trainer hangs, cannot reach the operator, or is a script that "
+    "reports nothing; see its log. "
     "lifecycle.stallSeconds does not apply to a job that has never reported",
 )
 
@@ -353,7 +356,8 @@ def _completed(case: Case, attempt: AttemptObject) -> Desired:
     if said is not None and said.step:
         steps = min(said.step, steps or said.step)
     case = case.changed(progress=at_the_end(known, steps), completion_time=case.now)
-    trained = f"{steps} steps in {total} attempt{'s' if total > 1 else ''}"
+    what = f"{steps} steps" if steps or not is_script(case.spec) else "the script ended"
+    trained = f"{what} in {total} attempt{'s' if total > 1 else ''}"
     if said is not None and steps < asked:
         trained += f"; {said.message}"
     if case.status.best_member:
@@ -436,7 +440,7 @@ def _replanned(case: Case, cause: Cause) -> Desired:
     mode, tries = given(case.spec, "memory.mode") or "Auto", case.attempts.memory_errors - 1
     if mode == "Advise":
         case = _advised(case)
-    if mode != "Auto":
+    if mode != "Auto" or is_script(case.spec):
         return give_up(case, cause)
     if tries_are_used_up([one.reason for one in case.status.escalations], case.attempts.memory_errors):
         used_up = f"{tries} other plans were tried (status.escalations)"
@@ -450,7 +454,7 @@ def _replanned(case: Case, cause: Cause) -> Desired:
 def _advised(case: Case) -> Case:
     """The case with what mode Auto would do, for people: mode Advise changes nothing."""
     outcome, failed = accept(case.observed.job), memory_failures(case)
-    if isinstance(outcome, Refusal) or not failed or failed[-1].attempt != case.attempts.total:
+    if not isinstance(outcome, TrainingJob) or not failed or failed[-1].attempt != case.attempts.total:
         return case
     said = advice(outcome, case.observed.cluster, failed, case.place)
     *earlier, last = case.status.escalations

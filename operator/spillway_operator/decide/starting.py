@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spillway.api.script import ScriptJob
 from spillway.api.status import MAX_ATTEMPTS, MOST_ESCALATIONS, Escalation
 from spillway.api.training_job import TrainingJob
 from spillway.errors import UserError
@@ -65,9 +66,9 @@ def start(case: Case) -> Desired:  # noqa: PLR0911 - one line per case
     return _not_planned(case, decided) if isinstance(decided, Finding) else _create(case, decided)
 
 
-def _shape(case: Case, job: TrainingJob, needed: frozenset[str]) -> ModelShape | Desired | None:
+def _shape(case: Case, job: TrainingJob | ScriptJob, needed: frozenset[str]) -> ModelShape | Desired | None:
     """Of a model whose sizes the spec does not give; or what to do until it is known."""
-    if not inspection.is_needed(job.spec):
+    if isinstance(job, ScriptJob) or not inspection.is_needed(job.spec):
         return None
     if case.observed.inspection is None:
         return Desired(needs=frozenset({"contracts", "inspection"}) | needed)
@@ -101,8 +102,11 @@ def fits_elsewhere(case: Case) -> Cause | None:
     known = planned.pod_memory or 0
     if placed.node.name == planned.node and placed.pod.memory_bytes >= known:
         return None
-    less = f"a pod of {format_bytes(placed.pod.memory_bytes)} in place of {format_bytes(known)}"
-    return Cause(REPLANNED, f"the scheduler finds no node; planned again for what is free: {placed.node.name}, {less}")
+    less = f"with pods of {format_bytes(placed.pod.memory_bytes)} instead of {format_bytes(known)}"
+    return Cause(
+        REPLANNED,
+        f"the scheduler finds no node, so the job is planned again for what is free: {placed.node.name}, {less}",
+    )
 
 
 def _past(case: Case, number: int) -> AttemptHistory:
@@ -140,7 +144,7 @@ def _why_restarting(case: Case) -> str:
     return running.message if running is not None and running.reason == c.RESTARTING else ""
 
 
-def _obstacle(case: Case, job: TrainingJob) -> Finding | None:
+def _obstacle(case: Case, job: TrainingJob | ScriptJob) -> Finding | None:
     """What others must correct before the attempt can be created."""
     if case.observed.conflict:
         return _conflicts(case.observed.conflict)
@@ -230,8 +234,8 @@ def _latest(known: tuple[Escalation, ...], decided: tuple[Escalation, ...]) -> t
 _NO_NUMBER = false(
     c.PLANNED,
     c.NO_NUMBER,
-    f"no further attempt can start: status.attempts has the highest number, {MAX_ATTEMPTS}, which the operator did not "
-    "write; restore the real numbers with `kubectl edit --subresource=status`",
+    f"no further attempt can start: status.attempts has the highest possible number, {MAX_ATTEMPTS}, which the "
+    f"operator did not write; restore the real numbers with `kubectl edit --subresource=status`",
 )
 
 

@@ -129,7 +129,9 @@ class Applier:
         if lost and key not in self._warned:
             self._warned.add(key)
             logger.error(
-                "the CRD of TrainingJob has no %s: install the CRDs of this version", ", ".join(lost), extra=about(key)
+                "the CRD of TrainingJob has no field %s; install the CRDs of the operator's version",
+                ", ".join(lost),
+                extra=about(key),
             )
 
     async def _create(self, job: JobObject, manifest: Manifest) -> Applied:

@@ -86,7 +86,7 @@ class Audit:
             try:
                 await self.check()
             except ApiError as error:
-                logger.warning("the complete list is postponed: %s", error)
+                logger.warning("the complete list, which checks the watches, is postponed: %s", error)
 
     async def check(self) -> None:
         """Compares, waits for the watch, compares again and corrects what remains. Raises ApiError."""
@@ -98,7 +98,7 @@ class Audit:
         ghosts = sum(len(difference.ghosts) for difference in found)
         self.corrections_in_a_row = self.corrections_in_a_row + 1 if missed or ghosts else 0
         if missed or ghosts:
-            logger.warning("the watch missed %d changes and %d deletions", missed, ghosts)
+            logger.warning("a complete list shows that the watches missed %d changes and %d deletions", missed, ghosts)
             self.exporter.correction("missed", missed)
             self.exporter.correction("ghost", ghosts)
         self._correct(found)

@@ -27,9 +27,6 @@ IDLE_SECONDS = 0.2
 KOPF_SECONDS = 2.0
 """Time for kopf to end its tasks."""
 
-Heard = Callable[[str], None]
-"""Called with the plural of each event's kind."""
-
 IDENTITY: Any = "spillway-operator"
 """For kopf's peering, which is not used; without it kopf looks up the user's name, and a pod's uid may have none."""
 
@@ -39,7 +36,6 @@ async def watch(
     credentials: Credentials,
     namespaces: Sequence[str],
     enqueue: Callable[[Key], None],
-    heard: Heard,
     ready: asyncio.Event,
 ) -> None:
     """Feeds the store from watches, endlessly; sets `ready` once kopf runs. Raises what ends kopf."""
@@ -47,7 +43,7 @@ async def watch(
     kopf.on.login(registry=registry)(_login(credentials))
     for kind in kinds:
         kopf.on.event(kind.group, kind.version, kind.plural, id=kind.plural, registry=registry)(
-            _on_event(kind, enqueue, heard)
+            _on_event(kind, enqueue)
         )
     everywhere = list(namespaces) == [""]
     older = asyncio.all_tasks()
@@ -114,11 +110,12 @@ def _login(credentials: Credentials) -> Callable[..., Any]:
     return login
 
 
-def _on_event(kind: Watched[Any], enqueue: Callable[[Key], None], heard: Heard) -> Callable[..., Any]:
+def _on_event(kind: Watched[Any], enqueue: Callable[[Key], None]) -> Callable[..., Any]:
     async def on_event(event: Any, **_: Any) -> None:
-        heard(kind.plural)
+        seen = kind.project(event["object"])
         keep = kind.remove if event["type"] == "DELETED" else kind.put
-        for key in keep(kind.project(event["object"])):
+        for key in keep(seen):
             enqueue(key)
+        kind.table.delivered(seen)
 
     return on_event

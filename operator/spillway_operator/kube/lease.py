@@ -196,7 +196,7 @@ class Election:
         self._standing = seen(self._standing, self._found, self.clock())
         self._is_known = self.has_looked = True
         if self._standing.holder not in (before, "", None, self.identity):
-            logger.info("standing by: pod %s leads", self._standing.holder)
+            logger.info("standing by: pod %s is the leader", self._standing.holder)
 
     async def _write(self, holder: str) -> None:
         body = taken(self._found or first(self.name, self.owner), holder, datetime.now(UTC))

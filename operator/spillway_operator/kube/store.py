@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -47,6 +48,18 @@ class Table(Generic[T]):
         self._by_uid: dict[str, T] = {}
         self._tombstones: dict[str, int] = {}
         """Uid -> resourceVersion of the deletion."""
+        self._undelivered: dict[str, tuple[int, float]] = {}
+        """Uid -> the first resourceVersion that the watch has not delivered yet, and since when; oldest first."""
+
+    @property
+    def lag_seconds(self) -> float:
+        """How long the watch has owed a change that is known from elsewhere; 0: it owes none."""
+        return max((time.monotonic() - since for _, since in list(self._undelivered.values())[:1]), default=0.0)
+
+    def delivered(self, seen: T) -> None:
+        """The watch delivered this version."""
+        if self._undelivered.get(seen.uid, (sys.maxsize, 0.0))[0] <= seen.resource_version:
+            del self._undelivered[seen.uid]
 
     def __len__(self) -> int:
         return len(self._found)
@@ -70,6 +83,7 @@ class Table(Generic[T]):
             self._bury(known)
             del self._by_uid[known.uid]
         self._found[key] = self._by_uid[seen.uid] = seen
+        self._undelivered.setdefault(seen.uid, (seen.resource_version, time.monotonic()))
         return True
 
     def knows(self, seen: T) -> bool:
@@ -92,6 +106,7 @@ class Table(Generic[T]):
         return True
 
     def _bury(self, gone: T) -> None:
+        self._undelivered.pop(gone.uid, None)
         self._tombstones[gone.uid] = gone.resource_version
         if len(self._tombstones) > MOST_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]

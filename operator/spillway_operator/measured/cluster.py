@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from spillway.api.profiles import MemoryProfile, NodeProfileSpec
 from spillway.feedback.pod_evidence import PodEvidence
 from spillway.feedback.profiles import observed_corrections, observed_peaks, observed_pods
-from spillway.metrics import TIER_BYTES
-from spillway.placement.place import ClusterView, LiveBytes, NodeView, Reservation, Taint, profiled
+from spillway.placement.place import ClusterView, NodeView, Reservation, Taint, profiled
 from spillway.planning.corrections import Corrections
 
 from ..decide.observed import JobObject
@@ -131,7 +130,7 @@ class Cluster:
             self._nodes = await self._list_nodes()
             self._nodes_time = self._clock()
         except RequestRejected as error:
-            logger.warning("cannot list nodes, plans use the catalog: %s", error)
+            logger.warning("cannot list nodes, so plans use the hardware catalog: %s", error)
             self._nodes, self._nodes_time = None, self._clock()
         except ApiError as error:
             if age > OLDEST_NODES_SECONDS:
@@ -148,7 +147,7 @@ class Cluster:
             listed = await self._client.list(MEMORY_PROFILES, namespace, _memory_profile)
             known = _known([profile for profile in listed.items if profile is not None])
         except ApiError as error:
-            logger.warning("cannot list memory profiles: %s", error)
+            logger.warning("cannot list MemoryProfiles: %s", error)
         kept = {other: found for other, found in self._known.items() if now - found.listed < OLDEST_PEAKS_SECONDS}
         self._known = kept | {namespace: replace(known, listed=self._clock(), is_current=True)}
 
@@ -186,7 +185,7 @@ class Cluster:
     def _with_live_bytes(self, nodes: tuple[NodeView, ...], snapshot: MetricsSnapshot) -> tuple[NodeView, ...]:
         known = self._joined
         if known is None or known[0] is not nodes or known[1] is not snapshot.nodes:
-            joined = tuple(replace(node, live=_live_bytes(node, snapshot)) for node in nodes)
+            joined = tuple(replace(node, live=snapshot.nodes.get(node.name)) for node in nodes)
             known = self._joined = (nodes, snapshot.nodes, joined)
         return known[2]
 
@@ -205,7 +204,7 @@ class Cluster:
         try:
             listed = await self._client.list(NODE_PROFILES, "", _node_profile)
         except (NotFound, RequestRejected) as error:  # the kind is not installed, or not permitted
-            logger.warning("cannot list node profiles, using the catalog's rates: %s", error)
+            logger.warning("cannot list NodeProfiles, so plans use the rates of the hardware catalog: %s", error)
             return tuple(found)
         profiles = dict(listed.items)
         return tuple(_with_profile(node, profiles.get(node.name)) for node in found)
@@ -219,14 +218,6 @@ class Cluster:
         except (NotFound, RequestRejected) as error:
             logger.warning("cannot list %s, nodes count as empty: %s", resource.plural, error)
             return None
-
-
-def _live_bytes(node: NodeView, snapshot: MetricsSnapshot) -> LiveBytes | None:
-    """Free bytes from Prometheus; without it, the node's allocatable memory minus what our own pods hold."""
-    if snapshot.held_host_bytes is None:
-        return snapshot.nodes.get(node.name)
-    free = node.allocatable_memory_bytes - snapshot.held_host_bytes.get(node.name, 0)
-    return LiveBytes(host=max(0, free), sources=(TIER_BYTES.name,))
 
 
 def project_node(found: Mapping[str, Any]) -> NodeView:

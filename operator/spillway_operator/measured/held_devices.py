@@ -12,7 +12,7 @@ from spillway.placement.cluster_view import HeldDevices
 from spillway.placement.place import DEFAULT_RESOURCE
 
 from ..decide.acceptance import given
-from ..decide.case import num_steps, whole
+from ..decide.case import num_ranks, num_steps, whole
 from ..decide.observed import JobObject
 from ..kube.store import Store
 
@@ -48,7 +48,7 @@ def _held(job: JobObject) -> HeldDevices | None:
     plan = _read(PlanStatus, status.get("plan"))
     if (plan.device or given(spec, "parallelism.device")) != "Cuda":
         return None
-    devices = whole(given(spec, "parallelism.nodes"), 1) * whole(given(spec, "parallelism.devicesPerNode"), 1)
+    devices = num_ranks(spec)
     return HeldDevices(
         node_class=plan.node,
         nodes=plan.nodes,

@@ -1,13 +1,12 @@
-"""MetricsSource: reads live memory of nodes and our pods in the background; decisions use the last snapshot.
+"""MetricsSource: reads live memory of nodes in the background; decisions use the last snapshot.
 
-    Prometheus   instant queries every interval: free device, host and NVMe bytes and stalled memory per node, tier
-                 bytes per trainer pod
-    Scrape       without Prometheus: /metrics of our own pods; a node's free host memory is its allocatable memory minus
-                 what they hold there (cluster.py), and other tiers have no figures
+    Prometheus   instant queries every interval
+    Scrape       without Prometheus: /metrics of our node exporters (scrape_targets.py)
 
-Reading never raises into the caller, and nothing waits for it: after a failure the last snapshot remains, with its age
-and the problem. A series belongs to the node or pod that its scrape target names, never to one named in a payload.
-Figures that are not byte counts are ignored.
+Both answer the questions of placement.node_signals: free device, host and NVMe bytes, and stalled memory. Reading never
+raises into the caller, and nothing waits for it: after a failure the last snapshot remains, with its age and the
+problem. A series belongs to the node that its scrape target names, never to one named in a payload. Figures that are
+not byte counts are ignored.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -25,23 +26,18 @@ from urllib.parse import urlsplit
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from spillway.api.progress import MAX_BYTES, TierFigures
-from spillway.metrics import TIER_BYTES
+from spillway.api.progress import MAX_BYTES
+from spillway.metrics import NODE_DEVICE_FREE, NODE_DISK_FREE, NODE_MEMORY_AVAILABLE, NODE_MEMORY_STALLED
 from spillway.placement.node_signals import (
-    DEVICE_FREE_MEBIBYTES,
-    DEVICE_SERIES,
-    DISK_FREE_BYTES,
-    DISK_SERIES,
-    HOST_FREE_BYTES,
     HOST_SERIES,
-    MEMORY_STALLED,
     MOUNT_POINTS,
     OLDEST_SAMPLE_SECONDS,
-    STALLED_SERIES,
-    recent,
+    device_free_bytes,
+    disk_free_bytes,
+    host_free_bytes,
+    memory_stalled,
 )
 from spillway.placement.place import LiveBytes
-from spillway.plan import Tier
 from spillway.units import MIB, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -54,23 +50,32 @@ NUM_SCRAPES = 16
 FORGET_SECONDS = 600.0
 """Older figures are not used."""
 
-PodKey = tuple[str, str]
-"""Namespace and name."""
 Labels = Mapping[str, str]
-Figure = TypeVar("Figure")
+Figure = TypeVar("Figure", int, float)
+Samples = list[tuple[Labels, Figure]]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a Prometheus is asked."""
+
+    url: str = ""
+    """Empty: not at all."""
+    matchers: tuple[str, ...] = ()
+    """Further label matchers of every series, such as cluster="a"."""
+    token_file: Path | None = None
+    """Bearer token; read for each request, because it is replaced."""
+    ca_file: Path | None = None
+    """Authorities that are trusted instead of the system's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScrapeTarget:
-    """One of our trainer pods."""
+    """One of our node exporters."""
 
-    namespace: str
-    pod: str
+    node: str
     url: str
     """URL of its /metrics."""
-    node: str = ""
-    device_is_host_memory: bool = True
-    """The pod has no discrete device, so its device tier is host memory, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +84,11 @@ class MetricsSnapshot:
 
     nodes: Mapping[str, LiveBytes] = field(default_factory=lambda: MappingProxyType({}))
     """Free bytes."""
-    pods: Mapping[PodKey, TierFigures] = field(default_factory=lambda: MappingProxyType({}))
-    """Bytes held per tier, summed over the pod's ranks."""
-    held_host_bytes: Mapping[str, int] | None = None
-    """Node -> host memory that our pods hold there; None if Prometheus reports free memory."""
     taken_at: float | None = None
     """Monotonic seconds of the last complete reading; None = none yet."""
     age_seconds: float | None = None
     problem: str = ""
-    """Why the last reading failed or was incomplete; empty = no problem."""
+    """Why the last reading failed; empty = no problem."""
     source: str = ""
     """Prometheus, Scrape, or empty if nothing is configured."""
 
@@ -96,23 +97,33 @@ class _Unreadable(Exception):
     """A reading failed; the message is the snapshot's problem."""
 
 
+NO_PROMETHEUS = Access()
+
+
 class MetricsSource:
     """Reads in the background (`run`), answers at once (`snapshot`)."""
 
     def __init__(
         self,
-        prometheus_url: str = "",
+        prometheus: Access = NO_PROMETHEUS,
         interval_seconds: float = 15.0,
         targets: Callable[[], Awaitable[Sequence[ScrapeTarget]]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`targets` finds the pods to scrape; it is asked only when there is no `prometheus_url`."""
-        self._url = prometheus_url.rstrip("/")
+        """`targets` finds the pods to scrape; it is asked only when there is no Prometheus."""
+        self._prometheus = prometheus
         self._interval = interval_seconds
         self._targets = targets
         self._clock = clock
-        source = "Prometheus" if self._url else "Scrape" if targets is not None else ""
+        self._pages: dict[str, list[NodePage]] = {}
+        """Of each node, those of the last two minutes."""
+        self._num_silent = 0
+        source = "Prometheus" if prometheus.url else "Scrape" if targets is not None else ""
         self._last = MetricsSnapshot(source=source, problem="no reading yet" if source else "")
+
+    @property
+    def is_configured(self) -> bool:
+        return bool(self._last.source)
 
     def snapshot(self, now: float | None = None) -> MetricsSnapshot:
         """The figures as of monotonic time `now`; mappings are the same objects until a new reading."""
@@ -126,10 +137,13 @@ class MetricsSource:
 
     async def run(self) -> None:
         """Reads endlessly; returns at once if nothing is configured."""
-        if not self._last.source:
+        if not self.is_configured:
             return
         timeout = aiohttp.ClientTimeout(total=min(TIMEOUT_SECONDS, max(1.0, self._interval)))
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        ca_file = self._prometheus.ca_file
+        trusted = True if ca_file is None else ssl.create_default_context(cafile=ca_file)
+        connector = aiohttp.TCPConnector(ssl=trusted)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while True:
                 await self.read(session)
                 await asyncio.sleep(self._interval)
@@ -150,54 +164,65 @@ class MetricsSource:
         self._last = replace(self._last, problem=problem)
 
     async def _reading(self, session: aiohttp.ClientSession) -> MetricsSnapshot:
-        started, held = self._clock(), None
-        if self._url:
-            nodes, pods = await read_prometheus(session, self._url)
-            problem = "" if nodes else f"{_place(self._url)} has no series {HOST_SERIES} with the label node"
+        started, problem = self._clock(), ""
+        if self._prometheus.url:
+            nodes = await read_prometheus(session, self._prometheus)
+            if not nodes:
+                series = f"{NODE_MEMORY_AVAILABLE.name} or {HOST_SERIES}"
+                problem = f"{_place(self._prometheus.url)} has no series {series} with the label node"
         else:
             assert self._targets is not None
-            nodes, targets = {}, await self._targets()
-            pods, problem = await scrape(session, targets)
-            held = MappingProxyType(held_per_node(targets, pods))
+            nodes = await self._scraped(session, await self._targets(), started)
         return MetricsSnapshot(
-            nodes=MappingProxyType(nodes),
-            pods=MappingProxyType(pods),
-            held_host_bytes=held,
-            taken_at=started,
-            problem=problem,
-            source=self._last.source,
+            nodes=MappingProxyType(nodes), taken_at=started, problem=problem, source=self._last.source
         )
+
+    async def _scraped(
+        self, session: aiohttp.ClientSession, targets: Sequence[ScrapeTarget], now: float
+    ) -> dict[str, LiveBytes]:
+        """Of the nodes whose exporter answered within the last two minutes, as Prometheus would answer."""
+        pages, problems = await scrape(session, targets)
+        for node, page in pages.items():
+            self._pages.setdefault(node, []).append(replace(page, taken_at=now))
+        oldest = now - OLDEST_SAMPLE_SECONDS
+        recent = {node: [page for page in known if page.taken_at >= oldest] for node, known in self._pages.items()}
+        self._pages = {node: known for node, known in recent.items() if known}
+        if not pages:
+            raise _Unreadable(problems[0] if problems else "no node exporter runs in the operator's namespace")
+        if problems and len(problems) != self._num_silent:
+            logger.warning("%d node exporters do not answer; one is %s", len(problems), problems[0])
+        self._num_silent = len(problems)
+        return {
+            node: live
+            for node, known in self._pages.items()
+            for live in _live_bytes(*known[-1].free, _stalled_share(node, known)).values()
+        }
 
 
 # --- Prometheus -------------------------------------------------------------------------------------------------------
 
 
-_PODS = f'{TIER_BYTES.name}{{namespace!="",pod!=""}}'
-BYTE_QUERIES = (
-    HOST_FREE_BYTES,
-    DEVICE_FREE_MEBIBYTES,
-    DISK_FREE_BYTES,
-    f"sum by (namespace, pod, tier) ({recent(_PODS)})",
-)
-QUERIES = (*BYTE_QUERIES, MEMORY_STALLED)
+BYTE_QUESTIONS = (host_free_bytes, device_free_bytes, disk_free_bytes)
+QUESTIONS = (*BYTE_QUESTIONS, memory_stalled)
 
 
-async def read_prometheus(
-    session: aiohttp.ClientSession, url: str
-) -> tuple[dict[str, LiveBytes], dict[PodKey, TierFigures]]:
-    """Free bytes of the nodes, and bytes held by the trainer pods."""
-    (host, device, disks, pods), stalled = await asyncio.gather(
-        asyncio.gather(*(_query(session, url, query, byte_count) for query in BYTE_QUERIES)),
-        _query(session, url, MEMORY_STALLED, time_share),
+async def read_prometheus(session: aiohttp.ClientSession, prometheus: Access) -> dict[str, LiveBytes]:
+    """Free bytes of the nodes."""
+    queries = [question(*prometheus.matchers) for question in BYTE_QUESTIONS]
+    (host, device, disks), stalled = await asyncio.gather(
+        asyncio.gather(*(_query(session, prometheus, query, byte_count) for query in queries)),
+        _query(session, prometheus, memory_stalled(*prometheus.matchers), time_share),
     )
-    return _live_bytes(host, device, disks, stalled), _pod_figures(pods)
+    return _live_bytes(host, device, disks, stalled)
 
 
 async def _query(
-    session: aiohttp.ClientSession, url: str, query: str, figure: Callable[[object], Figure | None]
-) -> list[tuple[Labels, Figure]]:
+    session: aiohttp.ClientSession, prometheus: Access, query: str, figure: Callable[[object], Figure | None]
+) -> Samples[Figure]:
     """An instant query's vector: labels and figures."""
-    body = await _get(session, f"{url}/api/v1/query", LONGEST_ANSWER, {"query": query})
+    url = prometheus.url
+    token = _token(prometheus.token_file)
+    body = await _get(session, f"{url}/api/v1/query", LONGEST_ANSWER, {"query": query}, token)
     try:
         answer = json.loads(body)
         if answer["status"] != "success":
@@ -249,108 +274,118 @@ def time_share(value: object) -> float | None:
 
 
 def _live_bytes(
-    host: Iterable[tuple[Labels, int]],
-    device: Iterable[tuple[Labels, int]],
-    disks: Iterable[tuple[Labels, int]],
-    stalled: Iterable[tuple[Labels, float]],
+    host: Samples[int], device: Samples[int], disks: Samples[int], stalled: Samples[float]
 ) -> dict[str, LiveBytes]:
     hosts, stalls = _by_node(host), _by_node(stalled)
     devices: dict[str, list[int]] = {}
     for labels, free in device:
-        devices.setdefault(labels.get("node", ""), []).append(min(free * MIB, MAX_BYTES))
-    devices.pop("", None)
+        devices.setdefault(labels.get("node", ""), []).append(free)
     mounts: dict[str, dict[str, int]] = {}
+    volumes: dict[str, dict[str, int]] = {}
     for labels, free in disks:
-        if "node" in labels:
-            mounts.setdefault(labels["node"], {})[labels.get("mountpoint", "")] = free
+        node, storage_class = labels.get("node", ""), labels.get("storage_class", "")
+        if storage_class:
+            of_class = volumes.setdefault(node, {})
+            of_class[storage_class] = max(free, of_class.get(storage_class, 0))  # a volume lies on one of the drives
+        else:
+            mounts.setdefault(node, {})[labels.get("mountpoint", "")] = free
     return {
-        node: _live(devices.get(node, []), hosts.get(node), _spill_room(mounts.get(node, {})), stalls.get(node))
-        for node in {**hosts, **devices, **mounts, **stalls}
+        node: LiveBytes(
+            devices=tuple(devices.get(node, ())),
+            host=hosts.get(node),
+            nvme=_spill_room(mounts.get(node, {})),
+            memory_stalled=stalls.get(node),
+            volumes=volumes.get(node, {}),
+        )
+        for node in {**hosts, **devices, **mounts, **volumes, **stalls}
+        if node
     }
 
 
-def _by_node(samples: Iterable[tuple[Labels, Figure]]) -> dict[str, Figure]:
+def _by_node(samples: Samples[Figure]) -> dict[str, Figure]:
     return {labels["node"]: found for labels, found in samples if "node" in labels}
-
-
-def _live(devices: Sequence[int], host: int | None, nvme: int | None, stalled: float | None) -> LiveBytes:
-    found = ((DEVICE_SERIES, devices or None), (HOST_SERIES, host), (DISK_SERIES, nvme), (STALLED_SERIES, stalled))
-    sources = tuple(series for series, figure in found if figure is not None)
-    return LiveBytes(tuple(devices), host, nvme, sources, memory_stalled=stalled)
 
 
 def _spill_room(mounts: Mapping[str, int]) -> int | None:
     return next((mounts[mount] for mount in MOUNT_POINTS if mount in mounts), None)
 
 
-def _pod_figures(samples: Iterable[tuple[Labels, int]]) -> dict[PodKey, TierFigures]:
-    held: dict[PodKey, dict[str, int]] = {}
-    for labels, num_bytes in samples:
-        key, tier = (labels.get("namespace", ""), labels.get("pod", "")), labels.get("tier", "")
-        if all(key) and tier in set(Tier):
-            held.setdefault(key, {})[tier] = num_bytes
-    return {key: TierFigures.model_validate(tiers) for key, tiers in held.items()}
-
-
 # --- without Prometheus -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NodePage:
+    """What one scrape of a node exporter said."""
+
+    free: tuple[Samples[int], Samples[int], Samples[int]]
+    """Host, devices, disks."""
+    stalled_seconds: float | None
+    """Since the node's boot."""
+    taken_at: float = 0.0
 
 
 async def scrape(
     session: aiohttp.ClientSession, targets: Sequence[ScrapeTarget]
-) -> tuple[dict[PodKey, TierFigures], str]:
-    """Bytes held by each pod that answered, and a message about those that did not."""
+) -> tuple[dict[str, NodePage], list[str]]:
+    """The page of each node whose exporter answered, and a message about each that did not."""
     limit = asyncio.Semaphore(NUM_SCRAPES)
 
-    async def read(target: ScrapeTarget) -> TierFigures | str:
+    async def read(target: ScrapeTarget) -> NodePage | str:
         async with limit:
             try:
-                return held_bytes(await _get(session, target.url, LONGEST_PAGE))
+                return node_page(await _get(session, target.url, LONGEST_PAGE), target.node)
             except _Unreadable as error:
-                return f"pod {target.namespace}/{target.pod}: {error}"
+                return f"the node exporter of {target.node}: {error}"
 
     answers = await asyncio.gather(*(read(target) for target in targets))
-    found = {
-        (target.namespace, target.pod): answer
-        for target, answer in zip(targets, answers, strict=True)
-        if isinstance(answer, TierFigures)
-    }
-    problems = [answer for answer in answers if isinstance(answer, str)]
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return found, problems[0] + more if problems else ""
+    pages = {target.node: page for target, page in zip(targets, answers, strict=True) if isinstance(page, NodePage)}
+    return pages, [answer for answer in answers if isinstance(answer, str)]
 
 
-def held_per_node(targets: Iterable[ScrapeTarget], pods: Mapping[PodKey, TierFigures]) -> dict[str, int]:
-    """Node -> host memory that the scraped pods hold there."""
-    held: dict[str, int] = {}
-    for target in targets:
-        figures = pods.get((target.namespace, target.pod))
-        if figures is not None and target.node:
-            num_bytes = figures.host + (figures.device if target.device_is_host_memory else 0)
-            held[target.node] = held.get(target.node, 0) + num_bytes
-    return held
-
-
-def held_bytes(page: bytes) -> TierFigures:
-    """Bytes per tier on a trainer's /metrics page, summed over ranks."""
-    held = dict.fromkeys((tier.value for tier in Tier), 0)
+def node_page(page: bytes, node: str) -> NodePage:
+    """The figures of a node exporter's page; all of them are of its target's node."""
+    found: dict[str, Samples[float]] = {}
     try:
         for family in text_string_to_metric_families(page.decode()):
-            for sample in family.samples if family.name == TIER_BYTES.name else ():
-                tier, num_bytes = sample.labels.get("tier", ""), byte_count(sample.value)
-                if tier in held and num_bytes is not None:
-                    held[tier] = min(held[tier] + num_bytes, MAX_BYTES)
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append(({**sample.labels, "node": node}, sample.value))
     except (ValueError, KeyError, IndexError) as error:
         raise _Unreadable(f"not a page of metrics: {page[:60]!r}") from error
-    return TierFigures.model_validate(held)
+    host, devices, disks = (
+        [(labels, free) for labels, value in found.get(metric.name, ()) if (free := byte_count(value)) is not None]
+        for metric in (NODE_MEMORY_AVAILABLE, NODE_DEVICE_FREE, NODE_DISK_FREE)
+    )
+    stalled = found.get(NODE_MEMORY_STALLED.name)
+    return NodePage((host, devices, disks), _number(stalled[0][1]) if stalled else None)
+
+
+def _stalled_share(node: str, pages: Sequence[NodePage]) -> Samples[float]:
+    """Share of the time between the first and the last page; empty if it is not known, as after a boot in between."""
+    first, last = pages[0], pages[-1]
+    if first.stalled_seconds is None or last.stalled_seconds is None or last.taken_at <= first.taken_at:
+        return []
+    share = time_share((last.stalled_seconds - first.stalled_seconds) / (last.taken_at - first.taken_at))
+    return [] if share is None else [({"node": node}, share)]
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------
 
 
-async def _get(session: aiohttp.ClientSession, url: str, longest: int, query: Mapping[str, str] | None = None) -> bytes:
-    """The body of a 200 response. Raises _Unreadable for everything else."""
+def _token(file: Path | None) -> str:
+    """Empty: none is sent."""
     try:
-        async with session.get(url, params=query, allow_redirects=False) as response:
+        return "" if file is None else file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _Unreadable(f"the token for Prometheus cannot be read: {error}") from error
+
+
+async def _get(
+    session: aiohttp.ClientSession, url: str, longest: int, query: Mapping[str, str] | None = None, token: str = ""
+) -> bytes:
+    """The body of a 200 response. Raises _Unreadable for everything else."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        async with session.get(url, params=query, headers=headers, allow_redirects=False) as response:
             body = await _bounded(response, longest)
             if response.status != 200:
                 raise _Unreadable(f"{_place(url)} answers {response.status}: {body[:200].decode(errors='replace')}")

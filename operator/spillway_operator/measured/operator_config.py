@@ -43,7 +43,7 @@ class OperatorConfig:
             try:
                 await self.load()
             except ApiError as error:
-                logger.warning("using the OperatorConfig read before: %s", error)
+                logger.warning("cannot read the OperatorConfig; using the values of the last read: %s", error)
 
     async def load(self) -> None:
         """Raises ApiError if it cannot be read; without the object, the kind or the right nothing is set."""

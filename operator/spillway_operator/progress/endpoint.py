@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 import time
 from asyncio.sslproto import SSLProtocol
@@ -72,6 +73,8 @@ class Certificate:
         self._directory = directory
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         self.authority = ""
+        self.expiry: float | None = None
+        """Unix time; None: the certificate does not say."""
         self._seen: tuple[bytes, ...] = ()
         try:
             self._load(self._read())
@@ -101,7 +104,20 @@ class Certificate:
     def _load(self, found: tuple[bytes, ...]) -> None:
         self.context.load_cert_chain(self._directory / CERTIFICATE, self._directory / PRIVATE_KEY)
         self.authority = found[2].decode()
+        self.expiry = _expiry(found[0].decode())
         self._seen = found
+
+
+def _expiry(certificate: str) -> float | None:
+    """notAfter of the first certificate in a PEM text: the second of the two times that follow each other in its DER.
+    The standard library parses certificates of peers only."""
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    der = ssl.PEM_cert_to_DER_cert(begin + certificate.partition(begin)[2].partition(end)[0] + end)
+    found = re.search(rb"(?:\x17\x0d\d{12}|\x18\x0f\d{14})Z(?:\x17\x0d(\d{12})|\x18\x0f(\d{14}))Z", der)
+    if found is None:
+        return None
+    time = (found[2] or (b"20" if found[1] < b"5" else b"19") + found[1]).decode()
+    return datetime.strptime(time + "+0000", "%Y%m%d%H%M%S%z").timestamp()
 
 
 class PostLimit:
@@ -257,7 +273,7 @@ class ProgressEndpoint:
             self._arrived.set()
             activations = self._correction(sender.key, report)
         else:
-            logger.info("ignored a report of an old attempt", extra=about(sender.key, sender.attempt))
+            logger.info("ignored a progress report of an earlier attempt", extra=about(sender.key, sender.attempt))
         answer = ProgressAnswer(epoch=sender.present_attempt, activations=activations)
         text = answer.model_dump_json(by_alias=True, exclude_none=True)
         return web.Response(text=text, content_type="application/json")

@@ -119,7 +119,7 @@ def test_a_job_planned_for_gpus_that_others_hold_moves_to_free_ones(
     spillway.create(gpu_job(namespace, "knows"))
     job = spillway.until(is_running, namespace, "knows", SECONDS)
     assert job["status"]["attempts"]["total"] == 1
-    assert "times as fast, but other pods hold it" in job["status"]["plan"]["reason"]
+    assert "times as fast, but other pods use it" in job["status"]["plan"]["reason"]
 
 
 def test_jobs_of_one_gpu_leave_whole_nodes(
@@ -231,7 +231,9 @@ def test_a_job_shows_its_demand_before_there_is_a_node_and_runs_once_there_is(
     (term,) = required["nodeSelectorTerms"]
     assert {one["key"]: one["values"] for one in term["matchExpressions"]} == {POOL: ["new"], "type": ["kwok"]}
     status = spillway.job(namespace, "first")["status"]
-    assert status["plan"]["reason"] == ("no node can carry it; planned for a new new-pool, which does not exist yet")
+    assert status["plan"]["reason"] == (
+        "no existing node can run the job; it is planned for a new new-pool, which does not exist yet"
+    )
     assert status["inherited"] == ["pod.env", "scheduling.tolerations"]
     for _ in nodes_of(spillway, [node("new-000", "new", "h100", memory="2Ti")], None):
         spillway.until(is_running, namespace, "first", SECONDS)

@@ -112,7 +112,7 @@ def test_leader_paused_beyond_its_lease_writes_nothing_when_resumed(spillway: In
     print(f"\nleader stopped: another one leads after {without:.1f} s, serves a new job after {seconds:.1f} s")
     assert writes_beside_the_leader(spillway, since) == []
     ended = spillway.bed.kubectl("logs", first, "-n", SYSTEM_NAMESPACE, "--previous", "--tail=5")
-    assert "not the leader any more, the process ends" in ended
+    assert "this pod is no longer the leader, so the process ends" in ended
     for name in names:
         assert len(spillway.children("jobs", namespace, name)) == 1
         assert spillway.job(namespace, name)["status"]["attempts"]["total"] == 1

@@ -1,73 +1,99 @@
 """Measured memory decides where the next job goes: the whole loop, seen through `kubectl describe`.
 
-Two KWOK nodes that NodeProfiles make equal; a test exporter serves their series to the real Prometheus. What one of
-them has less is what a real trainer on the real node was measured to hold.
+Two KWOK nodes that NodeProfiles make equal. At the addresses of their node exporters' pods, where KWOK runs nothing,
+real exporters serve what a test wrote into their /proc, gave to their drive and to a stub of NVML.
 """
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
 
-from harness.installed import LONG, WANTED, Document, Installed, example, named, on_fake_nodes
-from spillway.units import format_bytes
-from testbed.layout import ADDRESS
+from fakes.node_readings import FakeGpu, FakeNvml, write_proc
+from harness.installed import (
+    LONG,
+    SYSTEM_NAMESPACE,
+    WANTED,
+    Document,
+    Installed,
+    OperatorImage,
+    changed,
+    example,
+    install,
+    named,
+    on_fake_nodes,
+)
+from spillway.metrics import NODE_DEVICE_FREE, NODE_DISK_FREE, NODE_MEMORY_AVAILABLE, NODE_MEMORY_TOTAL
+from spillway.units import GIB, MIB, format_bytes
+from spillway_operator.node_exporter.__main__ import NodeExporter
+from spillway_operator.node_exporter.host import Drive
+from testbed.layout import BRIDGE, NODE
+from testbed.processes import run
 
 NODES = ("fake-000", "fake-001")
 LABEL = "placement-loop"
+EXPORTERS = "app.kubernetes.io/name=spillway-node-exporter"
 FREE_BYTES = 6 * 2**30
-DISK_BYTES = 200 * 2**30
 FRESH_SECONDS = 30.0
+WITHOUT_PROMETHEUS = ("prometheus.url=",)
+MOST_RESIDENT_BYTES = 40 * MIB
 
 
-class NodeSeries:
-    """/metrics of one fake node, as node-exporter would write it."""
+@dataclass(frozen=True, slots=True)
+class Free:
+    host: int = FREE_BYTES
+    disk: int = 200 * GIB
+    device: int = 80 * GIB
 
-    def __init__(self) -> None:
-        self.free_bytes = FREE_BYTES
-        series = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                body = (
-                    f"node_memory_MemAvailable_bytes {series.free_bytes}\n"
-                    f'node_filesystem_avail_bytes{{mountpoint="/"}} {DISK_BYTES}\n'
-                ).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "text/plain; version=0.0.4")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+class Exporter:
+    """A real node exporter of a fake node, and what it reads."""
 
-            def log_message(self, *_: object) -> None:
-                """Nobody reads it."""
+    def __init__(self, node: str, address: str, folder: Path) -> None:
+        self._proc, self._drive, self._address = folder / "proc", folder / "drive", f"{address}/32"
+        self._gpus = [FakeGpu(f"GPU-{node}-{number}", 0) for number in range(8)]
+        self._drive.mkdir(parents=True)
+        run(["mount", "-t", "tmpfs", "spill", self._drive])
+        run(["ip", "address", "add", self._address, "dev", BRIDGE])
+        registry = CollectorRegistry()
+        drives = (Drive("/var/lib/kubelet", self._drive),)
+        registry.register(NodeExporter(node, drives, self._proc, folder, lambda: FakeNvml(*self._gpus)))
+        self.set(Free())
+        self._server, _ = start_http_server(9402, address, registry)
 
-        self._server = http.server.ThreadingHTTPServer((ADDRESS, 0), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return f"{ADDRESS}:{self._server.server_address[1]}"
+    def set(self, free: Free) -> None:
+        write_proc(self._proc, free.host)
+        run(["mount", "-o", f"remount,size={free.disk}", self._drive])
+        for gpu in self._gpus:
+            gpu.free = free.device
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+        run(["ip", "address", "delete", self._address, "dev", BRIDGE])
+        run(["umount", self._drive])
 
 
 @pytest.fixture(scope="module")
-def nodes(spillway: Installed) -> Iterator[dict[str, NodeSeries]]:
-    """Two nodes that only their live memory can tell apart."""
-    found = {}
+def nodes(
+    spillway: Installed, operator_image: OperatorImage, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Exporter]]:
+    """Two nodes that only their exporters can tell apart."""
+    wait_for_empty(spillway)
+    install(spillway.bed, operator_image, ())
+    pods = spillway.bed.get("pods", "-n", SYSTEM_NAMESPACE, "-l", EXPORTERS)["items"]
+    addresses = {pod["spec"]["nodeName"]: pod["status"]["podIP"] for pod in pods}
+    found = {name: Exporter(name, addresses[name], tmp_path_factory.mktemp(name)) for name in NODES}
     for name in NODES:
-        series = found[name] = NodeSeries()
         spillway.bed.kubectl("label", "node", name, f"{LABEL}=yes", "--overwrite")
-        spillway.bed.inject(name, series.address, {"node": name})
         profile = {"deviceKind": "Cpu", "numCores": 8, "hostMemory": "16Gi", "nvmeCapacity": "200Gi", "source": "User"}
         spillway.bed.apply(
             {
@@ -75,13 +101,13 @@ def nodes(spillway: Installed) -> Iterator[dict[str, NodeSeries]]:
                 "spec": profile,
             }
         )  # fmt: skip
-    wait_for_empty(spillway)
     time.sleep(1)
     yield found
-    for name, series in found.items():
-        series.close()
+    for name, exporter in found.items():
+        exporter.close()
         spillway.bed.kubectl("label", "node", name, f"{LABEL}-")
         spillway.bed.kubectl("delete", "nodeprofiles.spillway.dev", name)
+    install(spillway.bed, operator_image)
 
 
 def wait_for_empty(spillway: Installed) -> None:
@@ -113,24 +139,35 @@ def measured_bytes(spillway: Installed, module_namespace: str) -> int:
 
 
 @contextmanager
-def placed(spillway: Installed, namespace: str, name: str) -> Iterator[Document]:
+def placed(spillway: Installed, namespace: str, name: str, **changes: object) -> Iterator[Document]:
     """A job on the two nodes, once it runs; deleted afterwards, so that it reserves nothing."""
     job = example("one-pod", namespace, checkpoint__claim=None, scheduling={"nodeSelector": {LABEL: "yes"}})
-    spillway.create(on_fake_nodes(named(job, name)))
+    spillway.create(on_fake_nodes(named(changed(job, namespace, **changes), name)))
     try:
         yield spillway.until(lambda job: job["status"].get("state") == "Running", namespace, name, 40)
     finally:
         spillway.bed.kubectl("delete", "trainingjobs.spillway.dev", name, "-n", namespace)
 
 
-def set_free(spillway: Installed, nodes: dict[str, NodeSeries], free: dict[str, int]) -> None:
+def set_free(spillway: Installed, nodes: dict[str, Exporter], free: dict[str, Free]) -> None:
     """Publish, and wait until Prometheus has it and the operator's next reading, 2 s apart, must have it, too."""
-    for name, free_bytes in free.items():
-        nodes[name].free_bytes = free_bytes
+    for name, figures in free.items():
+        nodes[name].set(figures)
     deadline = time.monotonic() + FRESH_SECONDS
+    wanted = {
+        (name, metric): value
+        for name, figures in free.items()
+        for metric, value in (
+            (NODE_MEMORY_AVAILABLE, figures.host), (NODE_DISK_FREE, figures.disk), (NODE_DEVICE_FREE, figures.device),
+        )
+    }  # fmt: skip
     while time.monotonic() < deadline:
-        seen = {s.labels.get("node"): s.value for s in spillway.bed.query("node_memory_MemAvailable_bytes")}
-        if all(seen.get(name) == free_bytes for name, free_bytes in free.items()):
+        seen = {
+            (sample.labels.get("node"), metric): sample.value
+            for metric in (NODE_MEMORY_AVAILABLE, NODE_DISK_FREE, NODE_DEVICE_FREE)
+            for sample in spillway.bed.query(metric.name)
+        }
+        if wanted.items() <= seen.items():
             time.sleep(5)
             return
         time.sleep(0.5)
@@ -151,17 +188,17 @@ def describe(spillway: Installed, namespace: str, name: str) -> str:
 
 
 def test_measured_memory_moves_the_next_job_and_the_reason_says_how_much(
-    spillway: Installed, nodes: dict[str, NodeSeries], measured_bytes: int, namespace: str
+    spillway: Installed, nodes: dict[str, Exporter], measured_bytes: int, namespace: str
 ) -> None:
     first, second = NODES
     print(f"\nmeasured working set of a real trainer: {measured_bytes / 2**20:.0f} MiB")
-    set_free(spillway, nodes, {first: FREE_BYTES, second: FREE_BYTES})
+    set_free(spillway, nodes, {first: Free(), second: Free()})
     with placed(spillway, namespace, "control") as job:
         assert set(job["status"]["plan"]["nodes"]) == set(NODES), "equal nodes: no preference is invented"
         describe(spillway, namespace, "control")
 
     for name, full, free in (("moved", first, second), ("moved-back", second, first)):
-        set_free(spillway, nodes, {full: FREE_BYTES - measured_bytes, free: FREE_BYTES})
+        set_free(spillway, nodes, {full: Free(host=FREE_BYTES - measured_bytes), free: Free()})
         with placed(spillway, namespace, name) as job:
             assert job["status"]["plan"]["nodes"][0] == free
             assert node_of(spillway, namespace, name) == free
@@ -171,8 +208,64 @@ def test_measured_memory_moves_the_next_job_and_the_reason_says_how_much(
             assert available["status"] == "True", available
 
 
+SPILLING = {
+    "budget": {"device": "34Mi", "host": "128Mi", "nvme": "256Mi"},
+    "advanced": {"optimizer": {"placement": "Host"}, "activations": {"policy": "Nvme"}},
+}
+ON_A_GPU = {
+    "parallelism": {"device": "Cuda", "devicesPerNode": 1}, "training__globalBatchSize": 64, "memory": {"mode": "Auto"},
+}  # fmt: skip
+FIGURES = {
+    "host": (Free(), Free(host=FREE_BYTES // 2), FREE_BYTES // 2, {}),
+    "disk": (Free(disk=400 * MIB), Free(disk=40 * MIB), 40 * MIB, {"memory": SPILLING}),
+    "device": (Free(host=900 * GIB), Free(host=900 * GIB, device=2 * GIB), 2 * GIB, ON_A_GPU),
+}
+"""What the better and the worse node have free, what the reason says of the worse one, and what asks for it."""
+
+
+@pytest.mark.parametrize("source", ["Scrape", "Prometheus"])
+def test_each_figure_of_a_node_moves_the_next_job(
+    spillway: Installed,
+    operator_image: OperatorImage,
+    nodes: dict[str, Exporter],
+    namespace: str,
+    source: str,
+) -> None:
+    install(spillway.bed, operator_image, () if source == "Prometheus" else WITHOUT_PROMETHEUS)
+    spillway.leader()
+    first, second = NODES
+    for what, (better, worse, said, changes) in FIGURES.items():
+        for name, full, free in ((f"{what}-moved", first, second), (f"{what}-moved-back", second, first)):
+            set_free(spillway, nodes, {full: worse, free: better})
+            with placed(spillway, namespace, name, **changes) as job:
+                shown = describe(spillway, namespace, name)
+                assert (job["status"]["plan"]["nodes"][0], node_of(spillway, namespace, name)) == (free, free), shown
+                assert f"{full} {format_bytes(said)}" in shown, shown[:3000]
+                assert job["status"]["plan"]["metricsSource"] == source
+                assert spillway.condition(namespace, name, "MetricsAvailable")["status"] == "True"
+
+
+def test_the_exporter_of_a_real_node_says_what_it_has_and_is_small(spillway: Installed) -> None:
+    pods = spillway.bed.get("pods", "-n", SYSTEM_NAMESPACE, "-l", EXPORTERS)["items"]
+    (pod,) = (pod["metadata"]["name"] for pod in pods if pod["spec"]["nodeName"] == NODE)
+    page = spillway.bed.kubectl("get", "--raw", f"/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{pod}:9402/proxy/metrics")
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    assert {sample.labels["node"] for sample in samples} == {NODE}
+    found = {sample.name: sample.value for sample in samples}
+    known = Path("/proc/meminfo").read_text(encoding="ascii").split()
+    total, available = (int(known[known.index(name) + 1]) * 1024 for name in ("MemTotal:", "MemAvailable:"))
+    assert found[NODE_MEMORY_TOTAL.name] == total
+    assert found[NODE_MEMORY_AVAILABLE.name] == pytest.approx(available, rel=0.02)
+    (disk,) = (sample for sample in samples if sample.name == NODE_DISK_FREE.name)
+    assert disk.labels["mountpoint"] == "/var/lib/kubelet" and disk.value > 0
+    status = Path(f"/proc/{spillway.bed.container_process(SYSTEM_NAMESPACE, pod)}/status").read_text(encoding="ascii")
+    resident = int(status.split("VmRSS:")[1].split()[0]) * 1024
+    print(f"\nresident memory of the node exporter: {resident / MIB:.1f} MiB")
+    assert resident <= MOST_RESIDENT_BYTES
+
+
 def test_without_prometheus_jobs_start_all_the_same(
-    spillway: Installed, nodes: dict[str, NodeSeries], namespace: str
+    spillway: Installed, nodes: dict[str, Exporter], namespace: str
 ) -> None:
     spillway.bed.kill("prometheus")
     try:

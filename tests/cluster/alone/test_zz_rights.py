@@ -49,7 +49,8 @@ def used(spillway: Installed) -> set[tuple[Right, str]]:
         if resource.startswith("selfsubject"):
             continue
         place = OF_JOBS
-        if request.resource in OF_ALL_NODES or (request.resource == "pods" and not request.namespace):
+        exporters_or_all = request.resource == "pods" and request.namespace in ("", SYSTEM_NAMESPACE)
+        if request.resource in OF_ALL_NODES or exporters_or_all:
             place = OF_THE_CLUSTER
         elif request.namespace == SYSTEM_NAMESPACE:
             place = OF_THE_RELEASE

@@ -7,7 +7,9 @@ compute nothing, and the reference computes after them.
 
 import sys
 
-if "spillway_trainer" in sys.orig_argv:  # a rank, not its launcher
+if {"spillway_trainer", "spillway_trainer.sweep.worker"} & {
+    *sys.orig_argv
+}:  # a rank or a device of a sweep, no launcher
     import spillway_trainer.environment  # noqa: F401
 
     # isort: split

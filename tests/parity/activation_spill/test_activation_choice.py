@@ -175,7 +175,7 @@ def test_forwards_of_changing_sizes_are_not_chosen_for() -> None:
         run.step(SIZE >> (step % 2))
     assert run.chooser.choice is None
     assert [told.reason for told in run.told] == [
-        "the saved storages differ between steps or ranks: the plan's policies stay in force"
+        "the tensors saved for backward differ between steps or ranks, so the plan's policies stay in force"
     ]
 
 
@@ -184,7 +184,7 @@ def test_limits_that_nothing_fits_leave_the_plans_answers() -> None:
     for _ in range(WATCHED_STEPS + 1):
         assert torch.equal(run.step(), expected())
     assert run.chooser.choice is None
-    assert run.told[0].reason.endswith("or more are missing: the plan's policies stay in force")
+    assert run.told[0].reason.endswith("are missing; so the plan's policies stay in force")
     assert run.held[-1] == run.held[0]
 
 

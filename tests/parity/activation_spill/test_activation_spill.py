@@ -69,10 +69,13 @@ class Pipeline:
         self.file = FakeSpillFile(directory, nbytes, num_threads=num_threads)
         return self.file
 
-    def forward(self) -> Tensor:
+    def forward(self, *, drains: bool = False) -> Tensor:
+        """`drains`: each segment is written, or has failed to be, before the next one runs."""
         y = self.x * 1.0
         for segment in self.segments:
             y = self.technique.hook.run(segment, lambda z: z.sin().sin().sin(), y)
+            if drains:
+                self.technique.store.drain()
         self.technique.start_backward()
         return y.sum()
 
@@ -340,8 +343,8 @@ def test_a_failed_write_stays_in_host_memory_and_changes_no_bit(lanes: type) -> 
         *["spill: /spill: write of saved storage # of block# at offset #: Input/output error (errno #). Its bytes stay "
           "in host memory, and that part of the file is not used again"] * 3,
         "spill: /spill is not written to any more; its contents can still be read",
-        "spill: activations of block#: goes to host memory, because a device failed (/spill: write of saved storage # "
-        "of block# at offset #: Input/output error (errno #)); so do later spills",
+        "spill: activations of block#: goes to host memory instead of NVMe, because a device failed (/spill: write of "
+        "saved storage # of block# at offset #: Input/output error (errno #)); later spills go there, too",
     ]  # fmt: skip
     assert pipeline.nvme.faults()["redirected"] >= 12
 
@@ -354,7 +357,7 @@ def test_where_host_memory_is_full_too_activations_stay_on_the_device(lanes: typ
     pipeline.nvme._devices[0].writes = DeviceHealth(num_bad_extents=MAX_BAD_EXTENTS - 1)
     for _ in range(3):
         pipeline.x.grad = None
-        pipeline.forward().backward()
+        pipeline.forward(drains=True).backward()
         pipeline.technique.end_step()
         assert torch.equal(pipeline.x.grad, pipeline.expected())
     assert sum("goes to the device" in line for line in pipeline.said) == 1
@@ -383,7 +386,7 @@ def test_a_slow_disk_has_activations_go_to_host_memory_while_it_has_room(lanes: 
     assert torch.equal(pipeline.x.grad, pipeline.expected())
     full = Pipeline(Policy.NVME, Policy.NVME, lanes=lanes, keeps=True, host_bytes=2 * 3 * SIZE * 4)
     full.nvme._devices[0].writes = DeviceHealth(slow_seconds=SLOW_SECONDS)
-    full.forward().backward()
+    full.forward(drains=True).backward()
     assert full.lanes.moved_bytes()["nvme_write"] == 2 * 3 * SIZE * 4
     assert full.said == []
 
@@ -438,7 +441,7 @@ def test_kept_and_spilled_views_of_one_storage_are_charged_once() -> None:
 
 
 def test_a_plan_for_another_number_of_segments_is_refused() -> None:
-    with pytest.raises(ValueError, match="policies for 2 segments and the model has 4"):
+    with pytest.raises(ValueError, match="policies for 2 segments, but the model has 4"):
         Spilling(transformer(), (Policy.HOST,) * 2, LANES["cpu"])
 
 
@@ -446,5 +449,5 @@ def test_a_plan_that_spills_without_a_spill_file_is_refused() -> None:
     host, ledger = HostSlab(0), DeviceLedger(None)
     plan = ActivationPlan(answers=(Policy.NVME,))
     parameters = ResidentParameters(nn.Linear(2, 2).named_parameters())
-    with pytest.raises(ValueError, match="no spill file"):
+    with pytest.raises(ValueError, match="no bytes for a spill file"):
         activation_spill.build(plan, ["s"], parameters, LazyLanes(host, ledger), ledger, None)

@@ -541,7 +541,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "nvme_bytes = True: give a whole number": {"nvme_bytes": True},
     "device_bytes = 1.5: give a whole number of bytes, 0 or more": {"device_bytes": 1.5},
     "transfer_bytes = 0: give a whole number of bytes, 1 or more": {"transfer_bytes": 0},
-    "the first argument is a function: give the nn.Module": {"module": lambda batch: batch},
+    "the first argument is a function; give the nn.Module": {"module": lambda batch: batch},
 }
 
 
@@ -555,7 +555,7 @@ def test_invalid_arguments_are_rejected_by_name_before_a_file_is_opened(said: st
 
 def test_error_for_a_too_small_file_names_the_argument_to_raise(make: Callable[..., Spilling]) -> None:
     spilling = make(nn.Module(), nvme_bytes=8 * KIB)
-    with pytest.raises(SpillVolumeFull, match="Raise nvme_bytes: the first forward spills everything"), spilling:
+    with pytest.raises(SpillVolumeFull, match="Raise nvme_bytes; the first forward spills all tensors"), spilling:
         chain(leaf())
 
 
@@ -563,7 +563,7 @@ def test_it_is_not_closed_under_a_graph_and_not_used_when_it_is_closed(tmp_path:
     spilling, start = Spilling(nn.Module(), tmp_path, nvme_bytes=1 << 20, minimum_bytes=256, lean=False), leaf()
     with spilling:
         loss = chain(start)
-    with pytest.raises(UserError, match=r"40\.0 KiB of saved tensors still belong to a graph"):
+    with pytest.raises(UserError, match=r"40\.0 KiB of saved tensors still belong to an autograd graph"):
         spilling.close()
     loss.backward()
     plain = leaf()
@@ -572,7 +572,7 @@ def test_it_is_not_closed_under_a_graph_and_not_used_when_it_is_closed(tmp_path:
     spilling.close()
     spilling.close()
     assert open_files(tmp_path) == 0
-    with pytest.raises(UserError, match="this Spilling is closed, and its file is removed: make a new one"):
+    with pytest.raises(UserError, match="this Spilling is closed and its spill file is removed; create a new Spilling"):
         spilling.__enter__()
 
 

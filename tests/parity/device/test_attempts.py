@@ -79,7 +79,7 @@ def test_int8_moments_have_the_cpus_bits_and_no_race(technique: str, root: Path)
     assert any(tensor.dtype.itemsize == 1 and name.startswith("exp_avg.") for name, tensor in found[1].items())
 
 
-@pytest.mark.parametrize("kind", device_attempts.SWEEPS if FULL else device_attempts.SWEEPS[:2])
+@pytest.mark.parametrize("kind", device_attempts.SWEEPS)
 def test_every_member_of_a_sweep_has_the_cpus_bits_and_no_race(kind: str, root: Path) -> None:
     code, _, _, then = fake_cuda.run(device_attempts.sweep_attempt, root / f"cpu-{kind}", kind, False)
     assert code == 0

@@ -39,7 +39,7 @@ def test_auto_takes_the_gpu_and_a_run_keeps_the_device_it_began_with(tmp_path: P
     device_attempts.assert_same(found, then)
     code, said, _ = fake_cuda.run(device_runs.run, job(tmp_path, steps=5), on_cpu)
     assert code == 0, said
-    assert "device: Cpu, as in the attempts before" in said
+    assert "device: Cpu, as in earlier attempts" in said
     code, said, _ = fake_cuda.run(device_runs.run, job(tmp_path, steps=5), on_gpu, devices=0)
     assert code == 64
     assert "the run began on a GPU, but no GPU can be used here: the driver finds no GPU" in " ".join(said.split())
@@ -67,6 +67,20 @@ def test_calibrate_measures_the_gpu_and_plans_use_what_it_found(tmp_path: Path) 
     assert {"operationOverheadSeconds", "deviceBytesPerSecond", "bfloat16FlopsPerSecond"} <= spec.keys()
     assert "this machine: rates measured on" in " ".join(said.split())
     assert "-measured" in said
+
+
+def test_members_of_a_sweep_train_on_a_gpu_each_with_the_bits_of_the_cpu(tmp_path: Path) -> None:
+    members = [{"name": f"seed-{seed}", "training": {"seed": seed}} for seed in range(3)]
+    sweep, found = job(tmp_path, members=members), []
+    for kind, devices in (("gpus", 2), ("cpus", 0)):
+        root = tmp_path / kind
+        code, said, outcomes = fake_cuda.run(device_runs.run_sweep, sweep, root, "--ranks", "2", devices=devices)
+        assert code == 0, said
+        assert f"device: {'Cuda' if devices else 'Cpu'}" in said
+        assert {event["device"] for event in local_runs.events(root, "member_started")} == {0, 1}
+        found.append(outcomes)
+    for name in (one["name"] for one in members):
+        device_attempts.assert_same(found[0][name], found[1][name])
 
 
 def test_ranks_take_a_gpu_each_with_the_bits_of_ranks_on_cpus(tmp_path: Path) -> None:

@@ -343,5 +343,5 @@ def test_a_view_that_outlives_its_segment_is_named(laboratory: Laboratory) -> No
         module.forward = forward_and_keep
 
     model = Model(num_micro_batches=1)
-    with pytest.raises(RuntimeError, match=r"segment block1: 1 view\(s\) of its parameters outlive"):
+    with pytest.raises(RuntimeError, match=r"segment block1: 1 view\(s\) of its parameters still exist"):
         laboratory.run(model, Technique().plan(model), LazyLanes, during=keep_a_view)

@@ -330,7 +330,7 @@ def test_a_forward_that_depends_on_values_is_an_error(
     chain = build_model(spec_of("llama"))
     chain.layers[1] = wrap(chain.layers[1])
     monkeypatch.setattr(inspect_module, "build_model", lambda *_: chain)
-    with pytest.raises(UserError, match=f"{operation}.* depends on the values of a tensor, .*: use torch.where"):
+    with pytest.raises(UserError, match=f"{operation}.* depends on the values of a tensor, .*; use torch.where"):
         inspect_module.inspect(spec_of("llama"), {})
 
 
@@ -358,7 +358,7 @@ def test_the_command_refuses_with_a_sentence(tmp_path: Path) -> None:
     document["spec"]["model"] = {"source": {"claim": "models", "subPath": "gpt2"}}
     done = inspect_command(document, tmp_path)
     assert (done.returncode, done.stdout) == (64, "")
-    assert done.stderr.startswith("spec.model.source: /nowhere/gpt2 is no directory")
+    assert done.stderr.startswith("spec.model.source: /nowhere/gpt2 is not a directory")
 
 
 @pytest.mark.parametrize("model", ["gpt2", "nowhere"])

@@ -185,7 +185,7 @@ def test_a_checkpoint_holds_the_scale_and_how_long_it_has_held(plain: Outcome) -
 
 def test_gradients_that_overflow_at_the_least_scale_end_the_run(runs: Runs, tmp_path: Path) -> None:
     clipping, scale = 'gradientClipping: "0.5"', "lossScale: {initial: 16777216, minimum: 16777216}"
-    with pytest.raises(NonFinite, match=r"step 1: .*at the least loss scale, 1\.67772e\+07.*lossScale\.minimum"):
+    with pytest.raises(NonFinite, match=r"step 1: .*at the smallest loss scale, 1\.67772e\+07.*lossScale\.minimum"):
         runs.attempt(tmp_path, PLAIN, changes={clipping: f"{clipping}, nonFinite: SkipStep, {scale}"})
 
 

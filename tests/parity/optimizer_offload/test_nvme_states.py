@@ -276,5 +276,5 @@ def test_volume_too_small_is_rejected_before_any_step_with_both_sizes() -> None:
 def test_shares_on_nvme_without_a_spill_file_are_refused() -> None:
     case = Case(torch.bfloat16)
     host, ledger = memory()
-    with pytest.raises(ValueError, match="no spill file"):
+    with pytest.raises(ValueError, match="no bytes for a spill file"):
         OptimizerOffload(case.parameters(), {}, SETTINGS, plan((0, 0, 0, 1), 1009), LazyLanes(host, ledger), ledger)

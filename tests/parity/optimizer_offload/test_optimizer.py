@@ -49,11 +49,11 @@ def test_first_float32_gradient_is_the_accumulator_and_goes_with_the_step() -> N
     first, more = torch.full((9, 7), 2.0), torch.full((9, 7), 0.5)
     optimizer.take("w", first)
     optimizer.take("w", more)
-    (found,) = optimizer.gradients()
+    found = optimizer.parts(["w"])[0].values
     assert found.data_ptr() == first.data_ptr()
     assert torch.equal(found, torch.full((63,), 2.5))
     optimizer.step(1e-2, 1.0)
-    assert not list(optimizer.gradients())
+    assert not optimizer.arrived()
     storage = found.untyped_storage()
     del first, found
     assert torch._C._storage_Use_Count(storage._cdata) == 1
@@ -177,7 +177,7 @@ def test_parameter_that_is_not_contiguous_is_refused_by_name() -> None:
 
 def test_parameter_on_another_device_is_refused_by_name() -> None:
     named = [("up", Parameter(torch.ones(3))), ("down", Parameter(torch.ones(3, device="meta")))]
-    with pytest.raises(UserError, match="parameter down: on device meta, the first one is on cpu"):
+    with pytest.raises(UserError, match="parameter down: is on device meta, but the first parameter is on cpu"):
         ResidentOptimizer(named, {}, SETTINGS, DeviceLedger(None))
 
 

@@ -202,8 +202,10 @@ def test_sums_that_others_add_to_and_another_learning_rate_commit_nothing(commit
                 optimizer.wait([name])
             for name, gradient in case.gradients(2, 0):
                 optimizer.take(name, gradient)
-            for total in optimizer.gradients() if adds else ():
-                total.mul_(3.0)
+            for part in optimizer.parts([*optimizer.arrived()]) if adds else ():
+                for event in part.settled:
+                    event.wait()
+                part.values.mul_(3.0)
             optimizer.norm()
             optimizer.step(learning_rate, 1.0)
         results.append(outcome(optimizer, named, []))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,12 @@ from spillway_trainer.checkpoints.directory import choose_resume
 from spillway_trainer.corpus.objective import TrainingObjective
 from spillway_trainer.corpus.tokens import build_corpus, open_corpus
 from spillway_trainer.optimizer.plain import StepOptimizer
+from spillway_trainer.parallel.backward_exchange import BackwardExchange
 from spillway_trainer.parallel.distributed import buckets
 from spillway_trainer.run_job import make_batches, text_source
 from spillway_trainer.tiers.device_ledger import DeviceLedger
 from spillway_trainer.tiers.host_slab import HostSlab
+from spillway_trainer.tiers.lanes import Lanes
 
 LOSS_TOLERANCE = 1e-5
 """relative, per step"""
@@ -79,7 +81,8 @@ class Outcome:
 
 @dataclass
 class Laboratory:
-    """Runs jobs of any number of ranks on one corpus; each of them once. No placement: memory.mode Disabled."""
+    """Runs jobs of any number of ranks on one corpus; each of them once. No placement: memory.mode Disabled, and
+    gradients are exchanged after backward."""
 
     root: Path
     text: Path
@@ -91,7 +94,7 @@ class Laboratory:
         if key not in self._known:
             output = self.root / str(len(self._known))
             job = rank_runs.job_file(output, self.text, self.corpus, 1, world, changes)
-            bucket = {rank_runs.BUCKET_VARIABLE: SMALL_BUCKET} if placement else {}
+            bucket = {rank_runs.BUCKET_VARIABLE: SMALL_BUCKET} if placement else {rank_runs.AFTER_VARIABLE: "1"}
             ended = rank_runs.complete(job, rank_runs.plan_for(job, placement), **bucket)
             last = choose_resume(output / "checkpoints").checkpoint
             assert last is not None
@@ -122,7 +125,8 @@ WIRES: dict[str, Mapping[str, str]] = {"bfloat16": {}, "float32": FLOAT32_WIRE}
     some([*(("bfloat16", each) for each in rank_runs.PLACEMENTS), *(("float32", each) for each in BUSIEST)], 4),
 )
 def test_two_ranks_give_the_same_bits_in_every_placement(laboratory: Laboratory, wire: str, placement: str) -> None:
-    """Dropout, tied embeddings, clipping, two micro-batches a rank; against memory.mode Disabled in one bucket."""
+    """Dropout, tied embeddings, clipping, two micro-batches a rank, exchanged behind backward; against memory.mode
+    Disabled in one bucket after backward."""
     plain = laboratory.run(2, WIRES[wire])
     assert laboratory.run(2, WIRES[wire], placement).differences(plain) == []
 
@@ -163,6 +167,15 @@ def test_float16_ranks_skip_the_same_steps_and_match_one_rank_bit_for_bit(labora
     left_out = [norm is None for norm in two.norms]
     assert any(left_out) and not all(left_out), two.norms
     assert two.differences(one) == []
+    assert laboratory.run(2, FLOAT16, "interleaved, mixed").differences(two) == []
+
+
+ADAPTERS = {', dropout: "0.1"}': "}\n    lora: {rank: 64}"}
+
+
+def test_adapters_are_exchanged_behind_backward_to_the_same_bits(laboratory: Laboratory) -> None:
+    after = laboratory.run(2, ADAPTERS)
+    assert laboratory.run(2, ADAPTERS, "resident, kept").differences(after) == []
 
 
 def test_four_ranks_on_one_host_have_spill_files_of_their_own(laboratory: Laboratory, tmp_path: Path) -> None:
@@ -222,20 +235,29 @@ def test_unmasked_labels_are_counted_without_reading_a_token(laboratory: Laborat
     assert batches.num_unmasked(everything) == batches.batch(everything).num_unmasked
 
 
-def exchange(optimizer: StepOptimizer) -> None:
-    """Stands in for the other ranks: something that is not linear, so that it matters when it is done."""
-    for bucket in buckets(optimizer.gradients(), 777):
-        for piece in bucket:
-            piece.copy_(piece.abs().sqrt() + 1.0)
+class OtherRanks:
+    """Stands in for them: something that is not linear, so that it matters when it is done."""
+
+    bucket = 777
+
+    def __call__(self, gradients: Iterable[torch.Tensor]) -> None:
+        for pieces in buckets(gradients, self.bucket):
+            for piece in pieces:
+                piece.copy_(piece.abs().sqrt() + 1.0)
+
+    def sent_bytes(self, num_values: int) -> int:
+        return num_values
 
 
-def drive(optimizer: StepOptimizer, case: Case) -> list[float]:
-    norms = []
+def drive(optimizer: StepOptimizer, case: Case, lanes: Lanes, num_gradients: int) -> list[float]:
+    norms, sizes = [], {name: parameter.numel() for name, parameter in case.parameters() if parameter.requires_grad}
+    exchange = BackwardExchange(OtherRanks(), optimizer, lanes, sizes, num_gradients)
     for step in range(SKIPPED_STEP):
         for micro_batch in range(case.num_micro_batches):
             for name, gradient in case.gradients(step, micro_batch):
                 optimizer.take(name, gradient)
-        exchange(optimizer)
+                exchange.taken(name)
+        exchange()
         norms.append(optimizer.norm())
         optimizer.step(1e-2, 0.5)
         optimizer.flush()
@@ -244,16 +266,20 @@ def drive(optimizer: StepOptimizer, case: Case) -> list[float]:
 
 @pytest.mark.parametrize("shares", [(1, 0, 0), (0, 1, 0), (0.3, 0.3, 0.4)], ids=str)
 @pytest.mark.parametrize("lanes_name", LANES)
-def test_an_exchange_sees_whole_sums_wherever_they_live(lanes_name: str, shares: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize("behind", [False, True], ids=["after backward", "behind backward"])
+def test_an_exchange_sees_whole_sums_wherever_they_live(
+    lanes_name: str, behind: bool, shares: tuple[float, float, float]
+) -> None:
     """Each use of a tied parameter by itself; with lanes as lazy as they may be, and without a race."""
     case = Case(torch.bfloat16, num_micro_batches=3, tied=True)
     parameters = case.parameters()
     plain = resident(parameters, case)
-    expected = outcome(plain, parameters, drive(plain, case))
     host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
-    lanes, parameters = LANES[lanes_name](host, ledger), case.parameters()
+    lanes = LANES[lanes_name](host, ledger)
+    expected = outcome(plain, parameters, drive(plain, case, lanes, 0))
+    parameters = case.parameters()
     optimizer = offload(parameters, case, split(*shares, 1009), lanes, ledger)
-    found = outcome(optimizer, parameters, drive(optimizer, case))
+    found = outcome(optimizer, parameters, drive(optimizer, case, lanes, case.num_micro_batches * behind))
     lanes.close()
     assert found.difference(expected) == []
     assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == ()

@@ -86,6 +86,10 @@ def test_what_was_heard_of_others_counts_only_while_others_run() -> None:
         seen = (await bench.look()).observed
         assert (seen.hearing_seconds, seen.others_silent_seconds) == (7.0, None), "the other one waits"
         bench.store.put_attempt(project_attempt(api.put("jobs", other | {"status": {"ready": 1}})))
+        bench.store.put_job(put_job(api, "another"))
+        assert (await bench.look()).observed.others_silent_seconds is None, "it never reported"
+        reported = {"progress": {"lastStepTime": "2026-11-21T10:00:00Z"}}
+        bench.store.put_job(put_job(api, "another", reported))
         assert (await bench.look()).observed.others_silent_seconds == 5.0
 
     with_cluster(scenario)
@@ -243,6 +247,31 @@ def test_missing_pods_are_explained_by_the_newest_event_of_their_job() -> None:
         api.requests.clear()
         assert (await bench.look("pods")).observed.pods_refusal == ""
         assert api.count("GET", "/events") == 0, "no pod is missing: nothing to ask"
+
+    with_cluster(scenario)
+
+
+def test_a_pod_that_the_kubelet_cannot_start_is_explained_by_its_newest_warning() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client)
+        bench.store.put_job(put_job(api))
+        put_attempt(bench, api, active=1)
+        waits = pod(1, 0)
+        waits["spec"] = {"nodeName": "node-0"}
+        waits["status"] = {"phase": "Pending"}
+        uid = api.put("pods", waits)["metadata"]["uid"]
+        for second, type_, reason, note in (
+            (10, "Warning", "FailedMount", 'configmap "old" not found'),
+            (30, "Warning", "FailedMount", 'configmap "code" not found'),
+            (40, "Normal", "Pulled", "image is there"),
+        ):
+            event = refused_pod(uid, note, second, reason)
+            api.put("events", event | {"type": type_, "regarding": {"kind": "Pod", "uid": uid}})
+        [seen] = (await bench.look("pods")).observed.pods or ()
+        assert seen.waiting == 'FailedMount: configmap "code" not found'
+        api.fail("GET", "/events", 403)
+        [seen] = (await bench.look("pods")).observed.pods or ()
+        assert seen.waiting == "", "not ours to see"
 
     with_cluster(scenario)
 

@@ -63,9 +63,12 @@ def test_an_asked_plan_is_make_plans_and_wakes_all_that_wait_for_it() -> None:
         asked = question()
         await bench.ask("a", asked)
         await bench.ask("b", asked)
+        assert len(bench.plans) == 1
+        assert bench.plans.oldest_seconds > 0
         await bench.known(asked)
         assert sorted(bench.woken) == [("a", "job"), ("b", "job")]
         assert bench.results == ["answered"], "asked once"
+        assert (len(bench.plans), bench.plans.oldest_seconds) == (0, 0.0)
         with only_known():
             assert known_plan(asked.job, NODE) == make_plan(asked.job, NODE)
 

@@ -1,14 +1,19 @@
-"""How the operator's process ends."""
+"""How the operator's process begins and ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from spillway.placement.cluster_view import ClusterView
+from spillway_operator.decide.planning import metrics_seen
 from spillway_operator.log import JsonFormatter
-from spillway_operator.process import Operator
+from spillway_operator.process import Operator, live_metrics
+from spillway_operator.settings import load_settings
 
 
 class NotServed(Exception):
@@ -56,3 +61,21 @@ def test_what_kopf_logs_of_a_kind_that_is_gone_has_no_traceback() -> None:
     error = NotServed("not found")
     record = logging.LogRecord("kopf", logging.ERROR, "", 0, "has failed", None, (NotServed, error, None))
     assert "exception" not in JsonFormatter().format(record)
+
+
+EXPORTERS = {"node_exporters": "app=exporter", "pod_namespace": "system", "node_reader": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "source"),
+    [
+        ({}, ""),
+        (EXPORTERS, "Scrape"),
+        ({**EXPORTERS, "node_reader": False}, ""),
+        ({**EXPORTERS, "prometheus_url": "http://prometheus:9090"}, "Prometheus"),
+    ],
+)
+def test_without_a_source_of_live_memory_metrics_are_not_configured(given: dict[str, Any], source: str) -> None:
+    found = live_metrics(load_settings({"trainer_image": "trainer:1", **given}), Mock()).snapshot()
+    seen = ClusterView(nodes=(), metrics_problem=found.problem, metrics_source=found.source)
+    assert (found.source, metrics_seen(seen).reason) == (source, "Stale" if source else "NotConfigured")

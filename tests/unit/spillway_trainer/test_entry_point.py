@@ -113,12 +113,14 @@ def test_sigterm_while_an_attempt_says_how_it_ended_changes_nothing(
 
 
 WRONG_PLANS: dict[str, Callable[[Any], Any]] = {
-    "answers for 3 segments": lambda p: {"activations": changed(p.activations, answers=p.activations.answers[:3])},
+    "activation policies of 3 segments": lambda p: {
+        "activations": changed(p.activations, answers=p.activations.answers[:3])
+    },
     "micro-batches": lambda p: {"num_micro_batches": 3},
-    "a world of 2": lambda p: {"world_size": 2},
-    "divides the model by Zero2 on Cuda devices": lambda p: {"device": "Cuda", "strategy": "Zero2"},
+    "2 ranks": lambda p: {"world_size": 2},
+    "shards the model with Zero2 on Cuda devices": lambda p: {"device": "Cuda", "strategy": "Zero2"},
     "no bytes or budget of nvme": lambda p: {"budget": {tier: 1 for tier in p.budget if tier != "nvme"}},
-    "on NVMe and no bytes there": lambda p: {"bytes": {tier: type(part)() for tier, part in p.bytes.items()}},
+    "on NVMe, but no bytes on NVMe": lambda p: {"bytes": {tier: type(part)() for tier, part in p.bytes.items()}},
 }
 
 

@@ -50,7 +50,7 @@ def test_without_torchruns_variables_there_is_one_rank() -> None:
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 with WORLD_SIZE = 2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2, but WORLD_SIZE = 2"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "variable RANK is 'one', but must be a whole number"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "variable RANK is '-1', but must be a whole number, 0 or more"),
     ],
@@ -62,7 +62,9 @@ def test_variables_that_make_no_sense_are_named(variables: dict[str, str], sente
 
 def test_a_job_of_two_ranks_is_not_trained_by_one(tmp_path: Path) -> None:
     job = local_runs.job_file(tmp_path, tmp_path, tmp_path, 1).model_copy(update={"ranks_per_node": 2})
-    with pytest.raises(UserError, match=r"asks for 2 ranks \(1 x 2\), WORLD_SIZE says 1"):
+    with pytest.raises(
+        UserError, match=r"asks for 2 ranks \(1 nodes x 2\), but the environment variable WORLD_SIZE is 1"
+    ):
         config.check_world(job, World())
 
 
@@ -122,13 +124,19 @@ def test_corpus_is_built_by_rank_0_then_the_first_rank_of_each_other_node() -> N
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
-def test_buckets_hold_every_gradient_once_and_in_order(size: int) -> None:
+def test_buckets_hold_every_gradient_once_and_large_ones_by_themselves(size: int) -> None:
     gradients = [torch.arange(start, start + count) for start, count in ((0, 5), (5, 1), (6, 0), (6, 14), (20, 2))]
     found = list(buckets(iter(gradients), size))
-    assert torch.cat([piece for pieces in found for piece in pieces]).tolist() == list(range(22))
-    assert [sum(map(len, pieces)) for pieces in found] == [size] * (22 // size) + [22 % size] * (22 % size > 0)
-    found[0][0][0] = 77
-    assert gradients[0][0] == 77, "pieces are the gradients' own memory"
+    held = [piece for pieces in found for piece in pieces]
+    assert sorted(torch.cat(held).tolist()) == list(range(22))
+    assert max(sum(map(len, pieces)) for pieces in found) <= size
+    large = [gradient for gradient in gradients if 2 * len(gradient) >= size]
+    assert [len(pieces) for pieces in found].count(1) >= sum(-(-len(gradient) // size) for gradient in large)
+    small = [pieces for pieces in found if len(pieces) > 1][:-1]
+    assert all(sum(map(len, pieces)) == size for pieces in small)
+    for piece in held:
+        piece.add_(100)
+    assert torch.cat(gradients).tolist() == list(range(100, 122)), "pieces are the gradients' own memory"
 
 
 def refused(error: SpillwayError) -> SpillwayError:
@@ -181,7 +189,8 @@ def test_a_lost_peer_is_a_crash_that_says_it_is_not_the_cause() -> None:
     said = json.loads(ending.to_json(rank=3, step=8))
     assert (said["reason"], said["exitCode"], said["follower"], said["rank"]) == ("RankCrashed", 1, True, 3)
     assert said["message"] == (
-        "waited for the other ranks' gradients, and a rank was gone: Connection closed by peer [127.0.0.1]:10904"
+        "another rank ended while this one waited for the other ranks' gradients: "
+        "Connection closed by peer [127.0.0.1]:10904"
     )
     assert ending.expected, "no traceback: the sentence says all"
 

@@ -238,17 +238,17 @@ def test_the_policy_decides_about_a_loss_that_is_not_finite_in_float16_too(
 def test_gradients_that_overflow_at_the_least_scale_end_the_run(skip_non_finite: bool, tmp_path: Path) -> None:
     norms, scale = [math.inf] * 3, LossScaler(SCALED)
     loop = Loop(tmp_path, norms, skip_non_finite=skip_non_finite, loss_scale=scale, checkpoint_every=100)
-    with pytest.raises(NonFinite, match=r"step 3: .*at the least loss scale, 256: .*compute: bfloat16") as ended:
+    with pytest.raises(NonFinite, match=r"step 3: .*at the smallest loss scale, 256: .*compute: bfloat16") as ended:
         loop.train()
     assert "lossScale.minimum" in str(ended.value)
     assert "learning rate" not in str(ended.value), "nobody knows that it is at fault"
     assert loop.optimizer.calls == [("skip",), ("skip",)]
 
 
-@pytest.mark.parametrize(("loss", "said"), [(math.nan, "the loss itself is not finite"), (1.0, "no smaller one is tr")])
+@pytest.mark.parametrize(("loss", "said"), [(math.nan, "the loss itself is not finite"), (1.0, "no smaller scale is")])
 def test_failure_at_scale_1_names_its_cause_and_offers_no_smaller_scale(loss: float, said: str, tmp_path: Path) -> None:
     scale = LossScaler(ScaleRule(1.0, 2000, 1.0))
-    with pytest.raises(NonFinite, match=f"at the least loss scale, 1: {said}.*compute: bfloat16") as ended:
+    with pytest.raises(NonFinite, match=f"at the smallest loss scale, 1: {said}.*compute: bfloat16") as ended:
         Loop(tmp_path, [math.inf], loss_scale=scale, loss=loss).train()
     assert "lossScale.minimum" not in str(ended.value)
 
@@ -442,7 +442,9 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
 
 def test_one_that_the_disk_refused_behind_training_is_missed_with_its_own_step(tmp_path: Path) -> None:
     refused = {2: CheckpointNotWritten("the disk is full")}
-    order = behind(Loop(tmp_path), BehindCheckpoints(ends=refused))
+    loop = Loop(tmp_path)
+    order = behind(loop, BehindCheckpoints(ends=refused))
+    assert loop.run.recorder.num_missed == 1, "which /metrics shows"
     assert order[2:4] == ["step 3", "checkpoint_missed 2"] and order[-1] == "checkpoint 5"
 
 

@@ -50,7 +50,7 @@ NUM_IO_THREADS = 2
 HOST_BYTES = 1 << 30
 """Address space for staging and reloads; pages become resident when used, and the window bounds their number."""
 REGION = "the forward"
-RAISE_NVME_BYTES = "Raise nvme_bytes: the first forward spills everything that it saves."
+RAISE_NVME_BYTES = "Raise nvme_bytes; the first forward spills all tensors that it saves for backward."
 
 
 class Spilling:
@@ -88,7 +88,9 @@ class Spilling:
         )
         check(module, nvme_bytes, device_bytes, minimum_bytes, transfer_bytes, ahead_bytes, window_bytes)
         if not str(directory):
-            raise UserError("the directory is empty: give one on the disk that is to hold spilled tensors")
+            raise UserError(
+                "the directory is an empty string: give a directory on the disk that should hold spilled tensors"
+            )
         for name, tensor in named_tensors(module):
             if not tensor.is_cpu:
                 raise UserError(
@@ -130,9 +132,8 @@ class Spilling:
     def __enter__(self) -> Spilling:
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
             raise UserError(
-                "this Spilling is entered inside torch.compile: enter it around the call of the compiled "
-                "function, or put "
-                "torch.compiler.disable on the function that enters it"
+                "this Spilling is entered inside torch.compile, which cannot trace it; enter it around the call of the "
+                "compiled function, or put torch.compiler.disable on the function that enters it"
             )
         num_outer = len(self._entered[threading.get_ident()])
         try:
@@ -145,7 +146,7 @@ class Spilling:
 
     def _enter(self) -> None:
         if not self._forgotten.alive:
-            raise UserError("this Spilling is closed, and its file is removed: make a new one")
+            raise UserError("this Spilling is closed and its spill file is removed; create a new Spilling")
         if not self._is_torn and not self._visits and any(self.held_bytes().values()):
             with suppress(SpillwayError):  # of a graph that nobody refers to any more
                 self.store.drain()
@@ -248,8 +249,8 @@ class Spilling:
                     forget_failed_backward()
                 if self._visits and (held_bytes := sum(self.held_bytes().values())):
                     raise UserError(
-                        f"{format_bytes(held_bytes)} of saved tensors still belong to a graph: run "
-                        "backward, or delete what refers to it (a loss, an output), before close()"
+                        f"{format_bytes(held_bytes)} of saved tensors still belong to an autograd graph; before "
+                        "close(), run backward, or delete the tensors that refer to the graph (a loss, an output)"
                     )
             self._forgotten.detach()
             close_parts(self.lanes, self.nvme)
@@ -319,7 +320,8 @@ def check(module: nn.Module, nvme_bytes: int, device_bytes: int, *sizes: int) ->
     """Raises UserError for what is no module, and for what are no bytes."""
     if not isinstance(module, nn.Module):
         raise UserError(
-            f"the first argument is a {type(module).__name__}: give the nn.Module whose forward runs inside"
+            f"the first argument is a {type(module).__name__}; give the nn.Module whose forward runs inside the "
+            "Spilling"
         )
     names = ("nvme_bytes", "device_bytes", "minimum_bytes", "transfer_bytes", "ahead_bytes", "window_bytes")
     for name, value in zip(names, (nvme_bytes, device_bytes, *sizes), strict=True):

@@ -243,7 +243,9 @@ class Chooser:
         everybody = self._agree(said)
         if not is_steady or any(list(other) != said for other in everybody):
             self.choice = None
-            return Chosen("the saved storages differ between steps or ranks: the plan's policies stay in force")
+            return Chosen(
+                "the tensors saved for backward differ between steps or ranks, so the plan's policies stay in force"
+            )
         own = [*times_of(counted), *self._rates()]
         every = self._agree(own)
         mean = [math.fsum(values) / len(values) for values in zip(*every, strict=True)]
@@ -253,7 +255,7 @@ class Chooser:
         found = choose(storages, limits)
         if isinstance(found, NoChoice):
             self.choice = None
-            return Chosen(f"{found.reason}: the plan's policies stay in force")
+            return Chosen(f"{found.reason}; so the plan's policies stay in force")
         return self._settled(found, StepSimulation(storages, limits), sizes)
 
     def _settled(self, found: Choice, course: StepSimulation, sizes: list[int]) -> Chosen:

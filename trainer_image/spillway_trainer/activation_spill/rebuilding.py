@@ -84,8 +84,9 @@ class Leaf(NamedTuple):
         tensor = view_of(handle.tensor(), self.layout)
         if checksum(tensor) != self.checksum:
             raise RuntimeError(
-                f"a tensor of shape {list(tensor.shape)}, saved for backward and rebuilt from, was changed after its "
-                "use without a change of its version (by .data or numpy). Change a copy, or make the Spilling with "
+                f"a tensor of shape {list(tensor.shape)}, saved for backward so that others can be recomputed from it, "
+                f"was changed after its use, and its version counter does not show this (a change by .data or numpy). "
+                f"Change a copy, or make the Spilling with "
                 "lean=False (a TrainingJob: spec.memory.advanced.activations.policy: Keep)"
             )
         return tensor

@@ -84,10 +84,13 @@ def build(  # noqa: PLR0913 - the parts that it joins
     where those of a recomputed segment wait.
     """
     if plan.answers and len(plan.answers) != len(segments):
-        raise ValueError(f"the plan has policies for {len(plan.answers)} segments and the model has {len(segments)}")
+        raise ValueError(f"the plan has policies for {len(plan.answers)} segments, but the model has {len(segments)}")
     if Policy.NVME in {*plan.uses, inputs}:
         if nvme is None:
-            raise ValueError("the plan spills activations to NVMe and there is no spill file")
+            raise ValueError(
+                "the plan spills activations to NVMe, but it has no bytes for a spill file; plan the job again "
+                "(spillway plan)"
+            )
         nvme.reclaim = lanes.reclaim
     store = SpillStore(lanes, ledger, nvme, plan.minimum_bytes, plan.window_bytes)
     store.plans_host = Policy.HOST in plan.uses

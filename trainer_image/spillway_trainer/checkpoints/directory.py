@@ -127,12 +127,12 @@ def choose_resume(directory: Path) -> Resume:
         problems += found
     newest = bases[max(bases)] if bases else None
     if newest is not None and newest not in names:
-        problems.append(Problem(str(newest), MANIFEST, "the checkpoint that the last epoch resumed from", "nothing"))
+        problems.append(Problem(str(newest), MANIFEST, "the checkpoint that the last attempt resumed from", "nothing"))
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointCorrupt(
             f"{directory}: no checkpoint can be used\n{lines}\n"
-            "put a good copy back, or train from the start in another directory",
+            "restore a good copy, or train from the start in another directory",
             problems=[str(problem) for problem in problems],
         )
     return Resume(None, ())
@@ -144,7 +144,7 @@ def checkpoints_at(path: Path) -> Path:
     below = path / "checkpoints"
     place = below if below.is_dir() else path
     if not place.is_dir() or not (CheckpointName.parse(place.name) or names_in(place)):
-        raise UserError("no checkpoint; name one, or the directory of a run or of its checkpoints")
+        raise UserError("no checkpoint there; name a checkpoint, the --output of a run, or its checkpoints directory")
     return place
 
 
@@ -161,7 +161,7 @@ def newest_at(path: Path) -> Resume:
             return Resume(open_checkpoint(place), ())
     except CheckpointCorrupt as error:
         problems = cast("list[str]", error.details["problems"])
-    raise UserError(f"not intact: {problems[0]}; put a good copy back, or name another")
+    raise UserError(f"the checkpoint is damaged: {problems[0]}; restore a good copy, or name another checkpoint")
 
 
 def tokenizer_of(checkpoint: StoredCheckpoint, places: Iterable[Path] = ()) -> Path:
@@ -173,7 +173,7 @@ def tokenizer_of(checkpoint: StoredCheckpoint, places: Iterable[Path] = ()) -> P
             return file
     looked = ", ".join(str(place / "corpus*") for place in near)
     raise UserError(
-        f"{checkpoint.path}: its tokenizer.json was not found in {looked}; restore the corpus it was trained on"
+        f"{checkpoint.path}: its tokenizer.json was not found in {looked}; restore the corpus that it was trained on"
     )
 
 
@@ -341,7 +341,9 @@ class Epoch:
         self.files.rename(temporary, path)
         self.files.sync_directory(self.directory)
         if self.resume.checkpoint is not None and not (self.resume.checkpoint.path / MANIFEST).exists():
-            raise CheckpointCorrupt(f"{self.resume.checkpoint.path}: removed while epoch {self.number} chose it")
+            raise CheckpointCorrupt(
+                f"{self.resume.checkpoint.path}: removed while attempt {self.number} was starting from it"
+            )
 
     def _remove_leftovers(self) -> None:
         for path in self.directory.iterdir():
@@ -401,8 +403,8 @@ def _read_base(directory: Path, number: int) -> CheckpointName | None:
         raise Unsealed("no such file") from None
     if fields.get("version") != EPOCH_VERSION:
         raise UserError(
-            f"{directory / f'epoch-{number}.json'}: version {fields.get('version')}, this spillway reads version "
-            f"{EPOCH_VERSION}; use the spillway that wrote it"
+            f"{directory / f'epoch-{number}.json'}: has version {fields.get('version')}, but this version of spillway "
+            f"reads version {EPOCH_VERSION}; use the version of spillway that wrote it"
         )
     base = None if fields["resumes_from"] is None else CheckpointName.parse(fields["resumes_from"])
     if fields["epoch"] != number or (base is not None and base.epoch >= number):
@@ -436,10 +438,18 @@ def _summary(directory: Path, name: CheckpointName, in_lineage: bool) -> Checkpo
 
 def _refuse_existing(target: Path) -> None:
     if target.exists():
-        raise CheckpointNotWritten(f"{target}: exists already, and a checkpoint is never overwritten")
+        raise CheckpointNotWritten(f"{target}: already exists, and a checkpoint is never overwritten")
 
 
 def _fenced(directory: Path, number: int) -> Fenced:
     newest = max(_epochs_seen(directory))
-    found = f"epoch {number} has begun before" if newest == number else f"epoch {newest} owns the run"
-    return Fenced(f"{directory}: {found}; this process, epoch {number}, must end", epoch=number, newest_epoch=newest)
+    found = (
+        f"another process has already begun attempt {number}"
+        if newest == number
+        else f"attempt {newest} has taken over the run"
+    )
+    return Fenced(
+        f"{directory}: {found}; this process belongs to attempt {number} and must end",
+        epoch=number,
+        newest_epoch=newest,
+    )

@@ -175,9 +175,9 @@ class Manifest:
         fields = unseal(content)
         if fields.get("version") != MANIFEST_VERSION:
             raise UserError(
-                f"checkpoint of step {fields.get('step')}: written by spillway {fields.get('spillway')} with "
-                f"manifest version {fields.get('version')}, this one reads version {MANIFEST_VERSION}; "
-                "use the spillway that wrote it"
+                f"checkpoint of step {fields.get('step')}: written by spillway {fields.get('spillway')} with manifest "
+                f"version {fields.get('version')}, but this version of spillway reads version {MANIFEST_VERSION}; use "
+                "the version that wrote it"
             )
         try:
             return Manifest._from_fields(fields)

@@ -26,7 +26,7 @@ def unseal(content: bytes) -> dict[str, Any]:
     """The fields of a sealed file. Raises Unsealed when any byte differs from what was written."""
     match = _SEAL.match(content)
     if match is None:
-        raise Unsealed(f"{len(content)} bytes that begin with no hash")
+        raise Unsealed(f"{len(content)} bytes that do not begin with a hash")
     body = content[match.end() :].removesuffix(b"\n")
     if match.end() + len(body) + 1 != len(content):
         raise Unsealed(f"{len(content)} bytes without the last newline")
@@ -36,5 +36,5 @@ def unseal(content: bytes) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = json.loads(b"{" + body)
     except ValueError as error:
-        raise Unsealed(f"what is no JSON: {error}") from error
+        raise Unsealed(f"content that is not JSON: {error}") from error
     return fields

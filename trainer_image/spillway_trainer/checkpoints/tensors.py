@@ -171,8 +171,8 @@ def load_parameters(
         _check_shapes(checkpoint, Hyperparameters(), (MASTER,), shapes, statistics)
     except UserError as error:
         raise UserError(
-            f"spec.checkpoint.from: {error}; to train adapters on it, or change it, export it (spillway ckpt export) "
-            "and name it as model.source"
+            f"spec.checkpoint.from: {error}; to train adapters on that model, or to change it, export the checkpoint "
+            "(spillway ckpt export) and name the exported directory as model.source"
         ) from error
     tensors = checkpoint.manifest.tensors
     read = [name for name in tensors if name in statistics or name.startswith(f"{MASTER}.")]
@@ -205,9 +205,10 @@ def check_same_run(
     ]
     if differences:
         raise UserError(
-            f"checkpoint of step {state.step}: made by another run: {'; '.join(differences)}; "
-            "put back the corpus directory, the model's source, the job's data fields and the optimizer's name and "
-            "moments, or train in a new output directory (as after a version that held out the corpus' last sequences)"
+            f"checkpoint of step {state.step}: belongs to another run: {'; '.join(differences)}. Restore the corpus "
+            "directory, the model's source, the job's data fields and the optimizer's name and moments, or train in a "
+            "new output directory (needed, too, if an older version of spillway, which held out the last sequences of "
+            "the corpus, wrote the checkpoint)"
         )
 
 
@@ -217,11 +218,14 @@ def check_same_base(start: StoredCheckpoint, model: Mapping[str, Any], seed: int
     then = start.manifest.state
     where = f"spec.checkpoint.from: {start.path}: trained"
     if then.tokenizer_xxh3 != tokenizer_xxh3:
-        raise UserError(f"{where} with another tokenizer; use the model.source and the kind of data of that run")
+        raise UserError(
+            f"{where} with another tokenizer than this job; use the model.source and the kind of data of that run"
+        )
     base, base_then = model.get("source_xxh3", f"seed {seed}"), then.model.get("source_xxh3", f"seed {then.seed}")
     if model.get("frozen") and base != base_then:
         raise UserError(
-            f"{where} beside other frozen parameters; use the model.source, or the training.seed, of that run"
+            f"{where} with other frozen parameters than this job; use the model.source, or the training.seed, of "
+            "that run"
         )
 
 
@@ -258,9 +262,9 @@ def _check_shapes(
         for name in differing[:3]
     ]
     raise UserError(
-        f"{checkpoint.path}: made for another model; {len(differing)} of its tensors differ, first\n"
+        f"{checkpoint.path}: belongs to another model; {len(differing)} of its tensors differ, the first:\n"
         + "\n".join(lines)
-        + "\nuse the model that was trained there, or another directory"
+        + "\nset spec.model to the model that was trained there, or use another directory"
     )
 
 

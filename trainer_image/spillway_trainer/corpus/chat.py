@@ -97,7 +97,7 @@ class Renderer:
         try:
             document = json.loads(line)
         except ValueError as error:
-            raise UserError(f"no JSON: {error}; needed is {FORMS}, one a line") from error
+            raise UserError(f"not valid JSON: {error}; each line must be {FORMS}") from error
         self._refuse_special(document)
         match document:
             case {"messages": list() as messages}:
@@ -116,7 +116,7 @@ class Renderer:
             case {"input_ids": list() as tokens} if isinstance(labels := document.get("labels"), list | None):
                 return Rendered("", (), by_template=True, given=_given(tokens, labels, self._num_tokens))
         found = ", ".join(document) if isinstance(document, dict) else type(document).__name__
-        raise UserError(f"needed is {FORMS}; found {found or 'no field'}")
+        raise UserError(f"must be {FORMS}; found {found or 'no field'}")
 
     def _conversation(self, document: Mapping[str, Any], messages: list[dict[str, Any]]) -> Rendered:
         if _MARKERS.search(self._text_of(document)):
@@ -126,7 +126,7 @@ class Renderer:
             turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
             responses = tuple(self._response(document, messages, number, text) for number in turns)
         if not any(start < stop for start, stop in responses):
-            raise UserError("messages: no response of the assistant to learn from; leave the line out")
+            raise UserError("messages: no message of the assistant, so there is nothing to learn; leave the line out")
         return Rendered(text, responses, by_template=True)
 
     def _response(self, document: Mapping[str, Any], messages: list[dict[str, Any]], number: int, text: str) -> Span:
@@ -136,8 +136,8 @@ class Renderer:
             after = text if number == len(messages) - 1 else self._render(document, messages[: number + 1])
         except UserError as error:
             raise UserError(
-                f"messages[{number}]: the template does not render the messages up to here alone, so the response "
-                f"is not found in the text ({error}); mark it in the template: {{% generation %}}"
+                f"messages[{number}]: the chat template cannot render only the messages up to this one ({error}), so "
+                f"the response is not found in the text; mark responses in the template with {{% generation %}}"
             ) from error
         for part in (before, after):
             if not text.startswith(part):
@@ -191,8 +191,8 @@ class Renderer:
                 if found := next(filter(None, map(self._special.search, _strings(part))), None):
                     where = name if number is None else f"{name}[{number}]"
                     raise UserError(
-                        f"{where}: spells out {found[0]}, a special token, which only the template may write; "
-                        "take it out, or leave the line out"
+                        f"{where}: contains the special token {found[0]}, which only the template may write; remove "
+                        f"it, or leave the line out"
                     )
 
 
@@ -200,7 +200,7 @@ def _checked(messages: list[Any], name: str) -> list[dict[str, Any]]:
     """Without fields that are null, as `apply_chat_template` passes them."""
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f'{name}[{number}]: needed is {{"role": ..., "content": ...}}; found {str(message)[:60]}')
+            raise UserError(f'{name}[{number}]: must be {{"role": ..., "content": ...}}; found {str(message)[:60]}')
     if not messages:
         raise UserError(f"{name}: is empty; leave the line out")
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -212,21 +212,24 @@ def _given(tokens: list[Any], labels: list[Any] | None, num_tokens: int) -> tupl
     if wrong is not None:
         found = f"input_ids[{wrong}] is {str(tokens[wrong])[:60]}"
         if type(tokens[wrong]) is list:
-            raise UserError(f"{found}: a list in the list; give the tokens of one document, without a dimension more")
+            raise UserError(f"{found}: a nested list; give the tokens of one document as a flat list")
         if type(tokens[wrong]) is not int:
-            raise UserError(f"{found}, of type {type(tokens[wrong]).__name__}; tokens are whole numbers")
+            raise UserError(f"{found}, of type {type(tokens[wrong]).__name__}; tokens must be whole numbers")
         raise UserError(
-            f"{found}, and the tokenizer of spec.model.source has {num_tokens} tokens; use the tokenizer that made them"
+            f"{found}, but the tokenizer of spec.model.source has only {num_tokens} tokens; use a model with the "
+            "tokenizer that made the tokens"
         )
     labels = tokens if labels is None else labels
     if len(labels) != len(tokens):
-        raise UserError(f"labels: {len(labels)} for {len(tokens)} input_ids; give one for each")
+        raise UserError(f"labels: there are {len(labels)} labels for {len(tokens)} input_ids; give one for each")
     wrong = next((at for at, one in enumerate(labels) if one not in (tokens[at], IGNORED_LABEL)), None)
     if wrong is not None:
-        raise UserError(f"labels[{wrong}] is {labels[wrong]!r}; needed is input_ids[{wrong}], {tokens[wrong]}, or -100")
+        raise UserError(
+            f"labels[{wrong}] is {labels[wrong]!r}; it must be input_ids[{wrong}], {tokens[wrong]}, or -100"
+        )
     is_label = np.array(labels) != IGNORED_LABEL
     if not is_label[1:].any():
-        raise UserError("input_ids: none after the first is a label; leave the line out")
+        raise UserError("labels: no token after the first is a label, so nothing can be learned; leave the line out")
     return tokens, is_label
 
 
@@ -241,8 +244,9 @@ def _strings(value: object) -> Iterator[str]:
 def _no_prefix(part: str, text: str) -> str:
     same = next((at for at, (one, other) in enumerate(zip(part, text, strict=False)) if one != other), len(text))
     return (
-        f"the template renders the messages up to here as {part[same : same + 40]!r}, and in the whole conversation "
-        f"as {text[same : same + 40]!r}, so the response is not found; mark it in the template: {{% generation %}}"
+        f"the messages up to this one, rendered alone, continue with {part[same : same + 40]!r}, but in the whole "
+        f"conversation with {text[same : same + 40]!r}, so the response is not found; mark responses in the chat "
+        f"template with {{% generation %}}"
     )
 
 
@@ -296,7 +300,7 @@ class ChatEncoder:
             tokens, is_label = self._document(rendered, encoding)
             labels = np.flatnonzero(is_label[1:])
             if not len(labels):
-                raise UserError(f"{place}: the response has no token; leave the line out")
+                raise UserError(f"{place}: the response is empty (it has no token); leave the line out")
             self.num_labels += len(labels)
             ended = self.documents[-2] if self.documents else 0
             self.documents.extend((ended + len(tokens), int(labels[0]) + 1))
@@ -326,7 +330,7 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if not isinstance(fields, dict):
-        raise UserError(f"{path}: cannot be read: no JSON object")
+        raise UserError(f"{path}: cannot be read: it is not a JSON object")
     return fields
 
 

@@ -115,9 +115,9 @@ class Chats(Windows):
         self._stops, self._kept = stops, np.flatnonzero(first_labels <= sequence_length)
         self.num = len(self._kept)
         num_cut = int(np.count_nonzero(np.diff(stops, prepend=0) > sequence_length + 1))
-        left_out = f"; {len(stops) - self.num} have no response within it and are left out"
+        left_out = f"; {len(stops) - self.num} have no response within that length and are left out"
         self.cut = (
-            f"chats: {num_cut} of {len(stops)} are longer than sequenceLength {sequence_length} and are cut"
+            f"chats: {num_cut} of {len(stops)} are longer than training.sequenceLength {sequence_length} and are cut"
             f"{left_out if self.num < len(stops) else ''}"
         ) * (num_cut > 0)
         """For people; empty where all are whole."""
@@ -186,8 +186,8 @@ class TokenBatches:
         num_tokens, fraction = corpus.index.num_tokens, (evaluation and evaluation.fraction) or 0.0
         if objective is TrainingObjective.MASKED and corpus.index.mask is None:
             raise UserError(
-                f"{corpus.tokenizer_path}: has no mask token, which a model that learns from hidden tokens needs; "
-                "use another output directory, or a source whose tokenizer has one"
+                f"{corpus.tokenizer_path}: has no mask token, but a model that predicts masked tokens needs one; use "
+                f"another output directory, or a source whose tokenizer has one"
             )
         self._windows = windows_of(corpus, sequence_length, objective)
         self.cut = self._windows.cut if isinstance(self._windows, Chats) else ""
@@ -196,9 +196,10 @@ class TokenBatches:
         if isinstance(self._windows, Chats):
             if self._windows.num <= num_held_out:
                 raise UserError(
-                    f"{corpus.directory}: {self._windows.num} of {corpus.index.num_documents} chats have a response "
-                    f"within training.sequenceLength {sequence_length}, and data.evaluation.fraction {fraction} holds "
-                    f"out {num_held_out}; give more chats or a longer sequence"
+                    f"{corpus.directory}: only {self._windows.num} of {corpus.index.num_documents} chats have a "
+                    f"response within training.sequenceLength {sequence_length}, and data.evaluation.fraction "
+                    f"{fraction} holds out {num_held_out} of these, so none is left to train on; give more chats or a "
+                    "longer sequence"
                 )
         elif num_tokens <= sequence_length or self._windows.num <= num_held_out:
             needed = sequence_length * (2 if fraction else 1) + 1
@@ -218,8 +219,12 @@ class TokenBatches:
             self._evaluated, self._held_out_window = windows_of(corpus.evaluation, sequence_length, objective), int
             num_held_out, held_out = self._evaluated.num, corpus.evaluation.fingerprint
             if not num_held_out:
-                kind = "text" if corpus.index.documents is None else "chat"
-                raise UserError(f"spec.data.evaluation.{kind}: has no token to predict; give more of it")
+                if corpus.index.documents is None:
+                    raise UserError("spec.data.evaluation.text: the text is too short to predict a token; give more")
+                raise UserError(
+                    "spec.data.evaluation.chat: none of the chats has a response within training.sequenceLength "
+                    f"{sequence_length}; give others, or a longer sequence"
+                )
         self.num_held_out = num_held_out
         self.num_evaluated = min(self._asked or num_held_out, num_held_out)
         """Sequences of an evaluation."""

@@ -48,17 +48,19 @@ def written_documents(source: TextSource, directory: Path, report: Callable[[str
                 report(f"corpus: {so_far}")
                 if (free := shutil.disk_usage(directory).free) < written:  # some of it for the tokens
                     raise UserError(
-                        f"{where}: {so_far}, and {directory.parent} has {format_bytes(free)} free: return fewer "
+                        f"{where}: {so_far}, but {directory.parent} has only {format_bytes(free)} free; return fewer "
                         "documents, or use a larger disk"
                     )
             kind, line = _line(document, f"{where}: document {number}")
             kinds.add(kind)
             if len(kinds) > 1:
-                raise UserError(f"{where}: document {number} is {kind}, those before it are not; return one kind")
+                raise UserError(
+                    f"{where}: document {number} is {kind}, those before it are not; return documents of one kind"
+                )
             file.write(line + "\n")
             more()
     if not kinds:
-        raise UserError(f"{where}: returned no document")
+        raise UserError(f"{where}: returned no document; return at least one")
     return replace(source, option=(f"--{kinds.pop()}", ""), root=directory, files=(FILE,), place=f"{where}: document ")
 
 
@@ -67,7 +69,10 @@ def ended_early(code: int, log: str) -> str:
     if re.search(r"^Timeout \(\d+:\d\d:\d\d", log, re.MULTILINE):  # by faulthandler
         return f"no document in {INSPECTION_DEADLINE_SECONDS} s; the log says where it hangs"
     if code == -9:
-        return "killed, most likely for the memory it took; yield one document after the other"
+        return (
+            "killed, most likely because it used too much memory; yield documents one by one instead of returning a "
+            "list"
+        )
     return f"ended the process with code {code}; the log has its output"
 
 
@@ -82,7 +87,9 @@ def _documents(function: Callable[[], object], where: str, report: Callable[[str
         raise
     except MemoryError as error:
         limit = format_bytes(ENTRY_POINT_MEMORY_BYTES)
-        raise UserError(f"{where}: took more than {limit} of memory; yield one document after the other") from error
+        raise UserError(
+            f"{where}: used more than {limit} of memory; yield documents one by one instead of returning a list"
+        ) from error
     except (Exception, SystemExit) as error:
         report(traceback.format_exc().rstrip())
         raise UserError(
@@ -98,7 +105,8 @@ def _iterable(made: Any, where: str) -> Iterable[object]:
             return (made[index] for index in range(len(made)))
     several = f" of {', '.join(map(str, made))}: return one of them" if isinstance(made, Mapping) else ""
     raise UserError(
-        f"{where}: returned {type(made).__name__}{several}; needed is an iterable, or a sequence, of {FORMS}"
+        f"{where}: returned {type(made).__name__}{several}; the function must return an iterable or a sequence, each "
+        f"item {FORMS}"
     )
 
 
@@ -111,7 +119,7 @@ def _line(document: Any, where: str) -> tuple[str, str]:
         given = {"text": fields.get("text")}
         if not isinstance(given["text"], str):
             found = f"{type(document).__name__} {str(document)[:60]}"
-            raise UserError(f"{where}: needed is {FORMS}; found {found}")
+            raise UserError(f"{where}: must be {FORMS}; found {found}")
     try:
         return kind, json.dumps(given, default=lambda value: value.tolist())  # of arrays and tensors
     except (AttributeError, TypeError, ValueError) as error:

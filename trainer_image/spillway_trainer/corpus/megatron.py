@@ -37,8 +37,9 @@ def megatron_tokens(
             wrong = np.flatnonzero((part < 0) | (part >= vocab_size))
             if len(wrong):
                 raise UserError(
-                    f"{(source.root / name).with_suffix('.bin')}: token {start + wrong[0]} is {part[wrong[0]]}, and "
-                    f"the tokenizer of spec.model.source has {vocab_size} tokens; use the tokenizer that made this file"
+                    f"{(source.root / name).with_suffix('.bin')}: token {start + wrong[0]} is {part[wrong[0]]}, but "
+                    f"the tokenizer of spec.model.source has only {vocab_size} tokens; use a model with the tokenizer "
+                    f"that made this file"
                 )
             told(part.view(np.uint8))
             yield part.astype(dtype)
@@ -58,7 +59,9 @@ def _opened(index: Path) -> tuple[npt.NDArray[Any], int]:
     offsets = np.fromfile(index, "<i8", num_sequences, offset=_HEADER.size + 4 * num_sequences)
     stops = np.cumsum(lengths, dtype=np.int64) * np.dtype(_TYPES[kind]).itemsize
     if len(offsets) < num_sequences or not np.array_equal(offsets[1:], stops[:-1]) or offsets[:1].any():
-        raise UserError(f"{index}: expected {num_sequences} sequences one after the other; write it again")
+        raise UserError(
+            f"{index}: its {num_sequences} sequences do not follow one another in the .bin file; write both files again"
+        )
     path, expected = index.with_suffix(".bin"), int(stops[-1]) if num_sequences else 0
     found = path.stat().st_size if path.exists() else None
     if found != expected:

@@ -170,7 +170,7 @@ def python_stdlib() -> TextSource:
     root = Path(sysconfig.get_path("stdlib")).resolve()
     files = tuple(name for name in _walk(root, _NOT_IN_STDLIB) if name.endswith(".py"))
     if not files:
-        raise UserError(f"spec.data.builtin: this Python keeps no sources of its standard library in {root}; use text")
+        raise UserError(f"spec.data.builtin: {root} has no source files of Python's standard library; use data.text")
     return TextSource(PYTHON_STDLIB, ("--builtin", PYTHON_STDLIB), root, files)
 
 
@@ -222,7 +222,10 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
             names = (table.schema_arrow if parquet else table.schema).names
             wanted = [name for name in columns if name in names]
             if not wanted:
-                raise UserError(f"{path}: has columns {', '.join(names)}; {' or '.join(columns)} is needed")
+                raise UserError(
+                    f"{path}: has the columns {', '.join(names)}, but one of {' or '.join(columns)} is needed; "
+                    "rename a column"
+                )
             for batch in table.iter_batches(_ROWS_AT_ONCE, columns=wanted) if parquet else table:
                 yield from batch.select(wanted).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:

@@ -233,7 +233,10 @@ def prepare_corpus(
         same = TokenizerRecipe(model_directory=recipe.model_directory or directory)
         corpus.evaluation = prepare_corpus(evaluation, directory / "evaluation", vocab_size, report, same)
         if corpus.evaluation.index.tokenizer_xxh3 != corpus.index.tokenizer_xxh3:
-            raise UserError(f"{directory}/evaluation: built with another tokenizer; remove it to build it again")
+            raise UserError(
+                f"{directory}/evaluation: built with another tokenizer than the training corpus; remove this "
+                "directory to build it again"
+            )
     return corpus
 
 
@@ -254,26 +257,26 @@ def open_corpus(directory: Path, source: TextSource, vocab_size: int, recipe: To
     _check_files(directory, index)
     if index.vocab_size > vocab_size:
         raise UserError(
-            f"{directory}: its tokenizer has {index.vocab_size} tokens, the model's vocabSize is {vocab_size}; "
+            f"{directory}: its tokenizer has {index.vocab_size} tokens, but the model's vocabSize is {vocab_size}; "
             f"set vocabSize to {index.vocab_size} or more, or use another output directory"
         )
     if index.stat_xxh3 != source.stat_fingerprint() and index.content_xxh3 != source.content_fingerprint():
         raise UserError(
-            f"{directory}: built from {index.source}; the text has changed: {source}; "
-            "put the old text back, or use another output directory"
+            f"{directory}: built from {index.source}, but the data is now {source}, or its content has changed; "
+            "restore the old data, or use another output directory"
         )
     is_chat = source.kind == "chat" or (source.kind == "entrypoint" and index.documents is not None)
     if index.chat_xxh3 != (ChatTemplate.of(_of_model(recipe)).fingerprint if is_chat else ""):
         raise UserError(
-            f"{directory}: built as text, or with another chat template or tokenizer than those of "
-            f"{recipe.model_directory}; put the old ones back, or use another output directory"
+            f"{directory}: this corpus was built from text, or with another chat template or tokenizer than those of "
+            f"{recipe.model_directory}; restore the old ones, or use another output directory"
         )
     return Corpus(directory, index)
 
 
 def _of_model(recipe: TokenizerRecipe) -> Path:
     if recipe.model_directory is None:
-        raise UserError("spec.data: chat and tokens need spec.model.source, which has the tokenizer")
+        raise UserError("spec.data: chat and tokens need the tokenizer of a model directory; set spec.model.source")
     return recipe.model_directory
 
 
@@ -312,7 +315,7 @@ def build_corpus(
             tokenizer = chosen_tokenizer(read, vocab_size, report, recipe)
             if tokenizer.vocab_size > vocab_size:
                 raise UserError(
-                    f"{recipe.model_directory}/tokenizer.json: has {tokenizer.vocab_size} tokens, the model's "
+                    f"{recipe.model_directory}/tokenizer.json: has {tokenizer.vocab_size} tokens, but the model's "
                     f"vocabSize is {vocab_size}; use the tokenizer that the model was trained with"
                 )
             _fill(source, read, temporary, tokenizer, template, report, files, shard_tokens)
@@ -435,10 +438,13 @@ def given_tokenizer(directory: Path) -> ChosenTokenizer:
         tokenizer = Tokenizer.from_str(text.decode())
     except OSError as error:
         raise UserError(
-            f"{path}: {error.strerror}; spec.model.source needs the tokenizer that its weights were trained with"
+            f"spec.model.source: {path}: {error.strerror}; add the tokenizer that the weights in this directory were "
+            "trained with"
         ) from error
     except Exception as error:  # `tokenizers` raises no narrower type
-        raise UserError(f"{path}: not a valid tokenizer of Hugging Face `tokenizers`: {error}") from error
+        raise UserError(
+            f"spec.model.source: {path}: not a valid tokenizer of Hugging Face `tokenizers`: {error}"
+        ) from error
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -446,7 +452,10 @@ def given_tokenizer(directory: Path) -> ChosenTokenizer:
     ends = [named.get("eos_token"), named.get("sep_token"), END_OF_TEXT, "</s>", "[SEP]"]
     end_of_text = _first_known(tokenizer, ends)
     if end_of_text is None:
-        raise UserError(f"{path}: no token ends a text; name one as eos_token in tokenizer_config.json")
+        raise UserError(
+            f"spec.model.source: {path}: has no token for the end of a text; name one as eos_token in "
+            f"tokenizer_config.json"
+        )
     mask = _first_known(tokenizer, [named.get("mask_token"), MASK, "<mask>"])
     return ChosenTokenizer(tokenizer, text, end_of_text, mask)
 
@@ -569,7 +578,7 @@ def _check_files(directory: Path, index: CorpusIndex) -> None:
     path = directory / "tokenizer.json"
     if not path.exists() or describe_file(path).xxh3_128 != index.tokenizer_xxh3:
         raise UserError(
-            f"{path}: not the tokenizer that made the shards next to it; restore it, or remove the "
+            f"{path}: not the tokenizer that made the tokens in the same directory; restore it, or remove the "
             "directory to build the corpus again"
         )
     if index.documents:
@@ -579,7 +588,9 @@ def _check_files(directory: Path, index: CorpusIndex) -> None:
 def _check_file(directory: Path, entry: FileEntry) -> None:
     path = directory / entry.name
     if describe_file(path) != entry:
-        raise UserError(f"{path}: not the tokens that were built; remove the directory to build the corpus again")
+        raise UserError(
+            f"{path}: its content has changed since it was built; remove the directory to build the corpus again"
+        )
 
 
 def _build_in_child(
@@ -627,7 +638,9 @@ def _build_in_child(
         report(message)
         raise UserError(f"spec.data.entrypoint = {source}: {ended_early(child.returncode, message)}")
     if child.returncode == -9:
-        raise HostOutOfMemory(f"{directory}: building the corpus was killed, most likely for the memory it took")
+        raise HostOutOfMemory(
+            f"{directory}: building the corpus was killed, most likely because it used too much memory"
+        )
     if child.returncode != 0:
         raise RuntimeError(f"building the corpus ended with code {child.returncode}: {message}")
 
@@ -643,11 +656,13 @@ def main() -> int:
     which.add_argument("--chat", type=Path, help="a .jsonl file of chats or a directory of such files")
     which.add_argument("--tokens", type=Path, help="an .idx file of Megatron-LM or a directory of such files")
     which.add_argument("--entrypoint", help="package.module:function that returns documents")
-    which.add_argument("--builtin", choices=[PYTHON_STDLIB], help="text that every trainer has")
+    which.add_argument("--builtin", choices=[PYTHON_STDLIB], help="text that every trainer image contains")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--tokenizer", type=Path, help="a model directory whose tokenizer is used; default: train one")
     kind.add_argument("--mask", action="store_true", help="train a tokenizer that has a mask token")
-    parser.add_argument("--temporary", type=Path, help="where it is built, next to DIRECTORY")
+    parser.add_argument(
+        "--temporary", type=Path, help="temporary directory in which the corpus is built, next to DIRECTORY"
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("vocab_size", type=int)
     arguments = parser.parse_args()

@@ -128,7 +128,7 @@ def _read_metadata(path: Path) -> metadata.Metadata:
     with readable(path), path.open("rb") as file:
         described = _MetadataReader(file).load()
     if not isinstance(described, metadata.Metadata):
-        raise UserError(f"{path}: a {type(described).__name__}, and no metadata of {PROGRAM}")
+        raise UserError(f"{path}: found a {type(described).__name__} instead of metadata of {PROGRAM}")
     return described
 
 
@@ -143,11 +143,16 @@ def find_keys(keys: Collection[str], directory: Path) -> Keys:
         raise UserError(f"{directory}: no optimizer states (keys that end in state.PARAMETER.exp_avg) of Adam or AdamW")
     prefixes = sorted({prefix for prefix, _ in found})
     if len(prefixes) > 1:
-        raise UserError(f"{directory}: states of {len(prefixes)} optimizers ({', '.join(prefixes)}); keep those of one")
+        raise UserError(
+            f"{directory}: has the states of {len(prefixes)} optimizers ({', '.join(prefixes)}); save those of one only"
+        )
     for (prefix, name), held in sorted(found.items()):
         if held != {EXP_AVG, EXP_AVG_SQ, "step"}:
             listed = ", ".join(sorted(held))
-            raise UserError(f"{directory}: {prefix}state.{name} holds {listed}: AdamW keeps exp_avg, exp_avg_sq, step")
+            raise UserError(
+                f"{directory}: {prefix}state.{name} has {listed}, but only states of Adam and AdamW can be imported, "
+                "which have exp_avg, exp_avg_sq and step"
+            )
     names = sorted(name for _, name in found)
     return Keys(_model_prefix(set(keys), names, prefixes[0], directory), prefixes[0], names)
 
@@ -193,7 +198,9 @@ class _Stored:
             for chunk in entry.chunks:
                 value = float32_values(self._load(key, tuple(chunk.offsets)), what)
                 if tuple(value.shape) != tuple(chunk.sizes):
-                    raise UserError(f"{what}: a chunk of {tuple(value.shape)}, the metadata say {tuple(chunk.sizes)}")
+                    raise UserError(
+                        f"{what}: found a chunk of {tuple(value.shape)}, but the metadata says {tuple(chunk.sizes)}"
+                    )
                 place = tuple(
                     slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True)
                 )
@@ -234,11 +241,13 @@ class _Stored:
         what = f"{self._directory}: {key}"
         place = self._places.get((key, offset))
         if place is None:
-            raise UserError(f"{what}: the metadata do not say where it is")
+            raise UserError(f"{what}: the metadata does not say where it is stored")
         with laid_out(self._directory / METADATA, PROGRAM):
             name, start, length = str(place.relative_path), int(place.offset), int(place.length)
             if getattr(place, "transform_descriptors", None):
-                raise UserError(f"{what}: stored transformed ({place.transform_descriptors}), which is not read")
+                raise UserError(
+                    f"{what}: stored in a transformed form ({place.transform_descriptors}), which cannot be read"
+                )
         if PurePosixPath(name).name != name:
             raise UserError(f"{self._directory / METADATA}: names a file outside the checkpoint: {name}")
         path = self._directory / name

@@ -89,11 +89,13 @@ def export(
     the one that the model was trained with, or the model is none that other programs know.
     """
     if output.exists():
-        raise UserError(f"{output}: exists already; name a directory that does not")
+        raise UserError(f"{output}: already exists; name a new directory")
     checkpoint = verified(checkpoint_path)
     state = checkpoint.manifest.state
     if not tokenizer.is_file() or describe_file(tokenizer).xxh3_128 != state.tokenizer_xxh3:
-        raise UserError(f"{tokenizer}: not the tokenizer that {checkpoint} was trained with; give its tokenizer.json")
+        raise UserError(
+            f"{tokenizer}: not the tokenizer that {checkpoint} was trained with; give the tokenizer.json of that corpus"
+        )
     source = _source(state.model, base)
     exported = _merged(checkpoint, source, dtype) if merge else _exported(checkpoint, output, dtype)
     kept = {name: (source / name).read_bytes() for name in CARRIED if source is not None and (source / name).is_file()}
@@ -116,7 +118,10 @@ def _source(model: Mapping[str, Any], base: Path | None) -> Path | None:
 
     if "source" not in model:
         if base is not None:
-            raise UserError(f"--base {base}: the model came from the job's seed or an entry point; leave it out")
+            raise UserError(
+                f"--base {base}: training did not start from a model directory, but from the job's seed or an entry "
+                "point; leave --base out"
+            )
         return None
     path = base or Path(model["source"])
     if base is None and not path.is_dir():
@@ -124,7 +129,9 @@ def _source(model: Mapping[str, Any], base: Path | None) -> Path | None:
     if open_model_directory(path).digest() != model["source_xxh3"]:
         if base is None:
             return None
-        raise UserError(f"--base {base}: not the model that training started from")
+        raise UserError(
+            f"--base {base}: its weights are not those that training started from; name that model's directory"
+        )
     return path
 
 
@@ -139,7 +146,11 @@ def _exported(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) ->
     if "hidden_size" in model:
         weights = _masters("model.safetensors", checkpoint, lambda name, value: {llama_name(name): value})
         return Exported((weights,), {"config.json": llama_config(state, dtype)})
-    why = "some of its parameters are frozen, and in no checkpoint" if "config" in model else "no other program has it"
+    why = (
+        "some of its parameters are frozen, and frozen parameters are not in its checkpoints"
+        if "config" in model
+        else "no other program can load it"
+    )
     raise UserError(f"{checkpoint}: {model.get('class')} cannot be exported: {why}")
 
 
@@ -166,7 +177,7 @@ def _merged(checkpoint: StoredCheckpoint, source: Path | None, dtype: ExportDtyp
         raise UserError(f"{checkpoint}: has no adapters to merge; leave --merge out")
     if "source" in model and source is None:
         raise UserError(
-            f"{model['source']}: the model below the adapters is not there, or changed; name it with --base"
+            f"{model['source']}: the base model of the adapters is missing or was changed; name it with --base"
         )
     directory = None if source is None else open_model_directory(source)
     empty = families.empty_model(families.config_from(model["config"]))
@@ -175,7 +186,10 @@ def _merged(checkpoint: StoredCheckpoint, source: Path | None, dtype: ExportDtyp
     files = {name.removeprefix(_MASTER): tensor.file for name, tensor in checkpoint.manifest.tensors.items()}
     adapted = {name.replace(_LORA_A, ""): name for name in files if _LORA_A in name}
     if shared := sorted(adapted.keys() & {*chain.tied, *chain.tied.values()}):
-        raise UserError(f"{checkpoint}: {shared[0]} is used twice and adapted once, so it cannot be merged")
+        raise UserError(
+            f"{checkpoint}: {shared[0]} is used in two places of the model, but has an adapter in only one of them, "
+            "so the adapter cannot be merged; leave --merge out"
+        )
 
     def stored(name: str) -> Tensor:
         with safe_open(checkpoint.path / files[name], framework="pt") as opened:

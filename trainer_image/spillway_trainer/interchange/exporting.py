@@ -54,7 +54,7 @@ def export_states(
     cannot say.
     """
     if output.exists():
-        raise UserError(f"{output}: exists already; name a directory that does not")
+        raise UserError(f"{output}: already exists; name a new directory")
     checkpoint = verified(checkpoint_path)
     state = checkpoint.manifest.state
     names = _parameters(checkpoint)
@@ -100,8 +100,8 @@ def _parameters(checkpoint: StoredCheckpoint) -> list[str]:
     for name, found in kinds.items():
         if found != set(KINDS):
             raise UserError(
-                f"{checkpoint}: {name} has the states {', '.join(sorted(found))}; the format has a place for those of "
-                f"AdamW and Adam only ({', '.join(KINDS)}); --as huggingface exports the weights"
+                f"{checkpoint}: {name} has the states {', '.join(sorted(found))}; the format can hold only those of "
+                f"AdamW and Adam ({', '.join(KINDS)}); --as huggingface exports the weights"
             )
     return list(kinds)
 
@@ -115,8 +115,9 @@ def _check_powers(checkpoint: StoredCheckpoint, num_updates: int, betas: tuple[f
     differing = [name for name, value in expected.items() if scalars.get(name) != value]
     if differing:
         raise UserError(
-            f"{checkpoint}: {differing[0]} is {scalars.get(differing[0])}, {num_updates} updates with betas {betas} "
-            f"make {expected[differing[0]]}: the betas have changed on the way, which the format cannot express"
+            f"{checkpoint}: {differing[0]} is {scalars.get(differing[0])}, but {num_updates} updates with betas "
+            f"{betas} make it {expected[differing[0]]}: the betas were changed during the run, which the format cannot "
+            f"express"
         )
 
 

@@ -85,7 +85,7 @@ def _check_archive(file: Path | IO[bytes]) -> None:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise zipfile.BadZipFile("compressed, which torch.save never does")
         if (damaged := archive.testzip()) is not None:
-            raise zipfile.BadZipFile(f"{damaged} is not as it was written")
+            raise zipfile.BadZipFile(f"{damaged} was changed after it was written")
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def readable(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except zipfile.BadZipFile as error:
-        raise UserError(f"{path}: no whole file of torch.save: {error}; copy the checkpoint again") from error
+        raise UserError(f"{path}: not a complete file of torch.save: {error}; copy the checkpoint again") from error
     except UnpicklingError as error:
         raise UserError(
             f"{path}: rejected, because it holds objects other than data, and reading them would run code: "
@@ -121,7 +121,7 @@ def laid_out(path: Path, program: str) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {_first_lines(str(error))}"
-        raise UserError(f"{path}: not laid out as {program} does ({what})") from error
+        raise UserError(f"{path}: not in the layout of {program} ({what})") from error
 
 
 def float32_values(value: object, what: str) -> Tensor:
@@ -130,7 +130,7 @@ def float32_values(value: object, what: str) -> Tensor:
         raise UserError(f"{what}: expected a tensor, found {type(value).__name__}")
     if value.dtype != torch.float32 or value.layout != torch.strided:
         found = str(value.dtype).removeprefix("torch.")
-        raise UserError(f"{what}: {found} there, and checkpoints hold float32; only float32 states can be imported")
+        raise UserError(f"{what}: its type is {found}, but only float32 states can be imported")
     return value.detach()
 
 
@@ -150,8 +150,8 @@ def the_one(values: Mapping[str, Any], what: str) -> Any:
     for where, value in others:
         if value != first[1]:
             raise UserError(
-                f"{what}: {first[1]} of {first[0]} and {value} of {where}; Spillway counts them once for "
-                "the whole model"
+                f"{what}: {first[1]} of {first[0]}, but {value} of {where}; only a checkpoint with one value for the "
+                "whole model can be imported"
             )
     return first[1]
 

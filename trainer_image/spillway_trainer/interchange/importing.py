@@ -50,7 +50,7 @@ def open_foreign(path: Path) -> Foreign:
     Raises UserError when it is none that is known, or damaged.
     """
     if not path.is_dir():
-        raise UserError(f"{path}: there is no such directory")
+        raise UserError(f"{path}: no such directory; name the directory of a checkpoint")
     directory = _tag(path)
     if (directory / METADATA).is_file():
         return read_distributed(directory)
@@ -107,22 +107,22 @@ def _check_rule(job: JobFile) -> None:
     rule = job.spec.training.optimizer.rule
     if rule.state_kinds != KINDS:
         raise UserError(
-            f"spec.training.optimizer.name = {rule}: keeps {', '.join(rule.state_kinds)}; what can be imported is "
-            f"{', '.join(KINDS)}: use AdamW or Adam"
+            f"spec.training.optimizer.name = {rule}: its states are {', '.join(rule.state_kinds)}, but only "
+            f"{', '.join(KINDS)} can be imported; use AdamW or Adam"
         )
 
 
 def _check_steps(job: JobFile, foreign: Foreign) -> None:
     if foreign.num_steps < foreign.num_updates:
         raise UserError(
-            f"{foreign.path}: {foreign.num_steps} steps of the run and {foreign.num_updates} updates of its optimizer; "
-            "these files are of two checkpoints"
+            f"{foreign.path}: the run has {foreign.num_steps} steps, but its optimizer has {foreign.num_updates} "
+            f"updates; these files belong to two checkpoints"
         )
     steps = job.spec.training.num_steps
     if foreign.num_steps >= steps:
         raise UserError(
-            f"{foreign.path}: {foreign.num_steps} steps are trained there, of {steps} that the job has; none would be "
-            "left to train: raise spec.training.steps or epochs"
+            f"{foreign.path}: {foreign.num_steps} steps are already trained there, but the job has only {steps} "
+            "steps; raise spec.training.steps or epochs"
         )
 
 
@@ -130,8 +130,8 @@ def _check_betas(foreign: Foreign, betas: tuple[float, float]) -> None:
     """Moments are corrected by powers of the betas that made them."""
     if foreign.betas is not None and foreign.betas != betas:
         raise UserError(
-            f"{foreign.path}: its moments were made with betas {foreign.betas}, spec.training.optimizer.betas are "
-            f"{betas}; set them to the same"
+            f"{foreign.path}: its moments were computed with betas {foreign.betas}, but spec.training.optimizer.betas "
+            f"are {betas}; set them to the same values"
         )
 
 

@@ -56,8 +56,8 @@ def matched(foreign: Foreign, shapes: Mapping[str, tuple[int, ...]], naming: Nam
     if lines:
         shown = "\n".join(f"  {line}" for line in lines[:MOST_NAMED])
         raise UserError(
-            f"{foreign.path}: made for another model; {len(lines)} parameters differ, first\n{shown}\n"
-            "correct spec.model, or name the checkpoint of this model"
+            f"{foreign.path}: belongs to another model; {len(lines)} parameters differ, the first:\n{shown}\n"
+            "correct spec.model, or name a checkpoint of this model"
         )
     return found
 

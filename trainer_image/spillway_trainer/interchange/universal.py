@@ -69,7 +69,10 @@ def read_universal(directory: Path) -> Foreign:
         with laid_out(path, PROGRAM):
             if isinstance(value, Mapping):
                 if value.get("vocab_tensor"):
-                    raise UserError(f"{path}: cut to its vocabulary; its padding is not in the files")
+                    raise UserError(
+                        f"{path}: saved without the padding of its vocabulary, so its original shape is not known; "
+                        "such a checkpoint cannot be imported"
+                    )
                 value = value["param"]
             return float32_values(value, f"{path}: {kind}")
 

@@ -109,7 +109,9 @@ def _optimizer_files(directory: Path) -> list[Path]:
         if model_rank:
             raise UserError(f"{path}: of a model-parallel run; convert it with DeepSpeed's ds_to_universal first")
         if rank in found:
-            raise UserError(f"{path}: {found[rank].name} is of rank {rank}, too; remove the one that is stale")
+            raise UserError(
+                f"{path}: {found[rank].name} is also of rank {rank}; remove the file that is not of this checkpoint"
+            )
         found[rank] = path
     missing = sorted(set(range(max(found, default=0) + 1)) - set(found))
     if missing:
@@ -129,7 +131,10 @@ def _check_partition_count(rank: Mapping[str, Any], path: Path, num_files: int) 
             raise UserError(f"{path}: written with expert parallelism; convert it with ds_to_universal first")
     if counts != {num_files}:
         wanted = ", ".join(str(one) for one in sorted(counts))
-        raise UserError(f"{path.parent}: {num_files} ranks' optimizer states of {wanted}; copy the files of all ranks")
+        raise UserError(
+            f"{path.parent}: has the optimizer states of {num_files} ranks, but the run had {wanted}; copy "
+            f"the files of all ranks"
+        )
 
 
 def _optimizer_state(rank: Mapping[str, Any], stage: int, path: Path) -> Mapping[str, Any]:
@@ -149,8 +154,8 @@ def _groups_of(rank: Mapping[str, Any], stage: int, path: Path) -> list[RankGrou
         found = int(rank["optimizer_state_dict"]["zero_stage"])
         if found != stage:
             raise UserError(
-                f"{path}: this file is of ZeRO stage {found}, those of other ranks of stage {stage}, so the directory "
-                "mixes two checkpoints; keep the files of one"
+                f"{path}: was written with ZeRO stage {found}, but files of other ranks with stage {stage}, so the "
+                "directory mixes two checkpoints; keep the files of one"
             )
         key = "fp32_flat_groups" if stage == _WEIGHTS_STAGE else "single_partition_of_fp32_groups"
         masters, inner = rank["optimizer_state_dict"][key], _optimizer_state(rank, stage, path)
@@ -207,7 +212,10 @@ def _places(
         available = min(lengths) if stage == _WEIGHTS_STAGE else sum(lengths)
         # Stages 1 and 2 once padded to a multiple of twice the ranks, and saved the padding.
         if start > available or available - start >= 2 * len(groups):
-            raise UserError(f"{directory}: {available} values in flat group {index} for parameters of {start}")
+            raise UserError(
+                f"{directory}: flat group {index} has {available} values, but its parameters have {start}; copy it "
+                "again"
+            )
     return places
 
 

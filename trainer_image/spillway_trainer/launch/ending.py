@@ -35,6 +35,8 @@ class RankEnd:
     """The launcher was asked to stop, and had passed that on."""
     last_line: str = ""
     """Of its output."""
+    is_script: bool = False
+    """It ends as it likes when it is asked to stop: done or not, it is run again."""
 
     @property
     def signal_number(self) -> int:
@@ -43,8 +45,9 @@ class RankEnd:
 
     @property
     def stopped_early(self) -> bool:
-        """It died of the request to stop: it could not listen to it (yet, or any more), and saved nothing for it."""
-        return self.asked and self.signal_number == signal.SIGTERM
+        """It died of the request to stop: it could not listen to it (yet, or any more), and saved nothing for it. A
+        script may have saved."""
+        return self.asked and (self.signal_number == signal.SIGTERM or (self.is_script and not self.signal_number))
 
     @property
     def exit_code(self) -> int:
@@ -76,12 +79,12 @@ class RankEnd:
 
     def _sentence(self) -> str:
         if self.stopped_early:
-            return f"rank {self.rank} was stopped by SIGTERM before it could save"
+            return f"rank {self.rank} was stopped by SIGTERM{'' if self.is_script else ' before it could save'}"
         if self.stopped:
             return f"rank {self.rank} was stopped because another rank had ended"
         if self.signal_number:
             return f"rank {self.rank} was killed by {signal_name(self.signal_number)}{self._last_words()}"
-        return f"rank {self.rank} exited with code {self.exit_code} and left no termination message{self._last_words()}"
+        return f"rank {self.rank} exited with code {self.exit_code}{self._last_words()}"
 
     def _last_words(self) -> str:
         return f"; last log line: {self.last_line[:LONGEST_LAST_LINE]}" if self.last_line else ""
@@ -101,5 +104,5 @@ def decisive(ends: Sequence[RankEnd]) -> RankEnd:
 
 def signal_name(number: int) -> str:
     name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
-    hint = " (out of memory, unless someone sent it: see the kernel's log)" if number == signal.SIGKILL else ""
+    hint = " (out of memory, unless someone sent this signal; see the kernel log)" if number == signal.SIGKILL else ""
     return name + hint

@@ -1,4 +1,4 @@
-"""Forwards the output of several ranks, whole lines prefixed with the rank.
+"""Forwards the output of ranks by whole lines, those of several prefixed with the rank.
 
 A thread reads and writes, so that a reader who is slow makes the ranks wait and never the launcher.
 """
@@ -38,10 +38,10 @@ class PrefixedOutput:
     """Rank -> the last line that is not empty."""
     _thread: threading.Thread | None = None
 
-    def pipe(self, rank: int, target: int) -> int:
+    def pipe(self, rank: int, target: int, prefix: str) -> int:
         """The writing end for a stream of `rank`; the caller closes it when the rank has it."""
         source, sink = os.pipe()
-        self.streams.append(Stream(rank, source, target, f"[rank {rank}] ".encode()))
+        self.streams.append(Stream(rank, source, target, prefix.encode()))
         return sink
 
     def start(self) -> None:
@@ -74,8 +74,9 @@ class PrefixedOutput:
 
 
 def cut(content: bytes, ended: bool) -> tuple[list[bytes], bytes]:
-    """Whole lines of at most LONGEST_LINE bytes, and the beginning of the next one (nothing when the stream ended)."""
-    *whole, rest = content.split(b"\n")
+    """Whole lines of at most LONGEST_LINE bytes, and the beginning of the next one (nothing when the stream ended). A
+    carriage return, with which progress bars begin again, ends a line, too."""
+    *whole, rest = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
     lines = [line[at : at + LONGEST_LINE] for line in whole for at in range(0, len(line) or 1, LONGEST_LINE)]
     while len(rest) > LONGEST_LINE or (ended and rest):
         lines.append(rest[:LONGEST_LINE])

@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 
+from spillway.errors import ExitCode
+
 PR_SET_PDEATHSIG = 1
 """linux/prctl.h."""
 
@@ -28,7 +30,11 @@ def die_with_parent(parent: int) -> None:
 def main() -> None:
     launcher, program, *arguments = sys.argv[1:]
     die_with_parent(int(launcher))
-    os.execvp(program, [program, *arguments])  # noqa: S606 - no shell is wanted
+    try:
+        os.execvp(program, [program, *arguments])  # noqa: S606 - no shell is wanted
+    except OSError as error:
+        print(f"{program}: cannot be started: {error.strerror}; spec.command names it", file=sys.stderr)
+        sys.exit(ExitCode.USER_ERROR)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,9 @@ class Homes:
 
     def _settle_on_nvme(self, layout: SegmentLayout) -> None:
         if self._nvme is None:
-            raise ValueError("the plan has parameters on NVMe and there is no spill file")
+            raise ValueError(
+                "the plan has parameters on NVMe, but no bytes for a spill file; plan the job again (spillway plan)"
+            )
         pieces = [(row.name, nbytes, label) for row in layout.own for _, nbytes, label in self._cut(row)]
         total = sum(round_up(nbytes) for _, nbytes, _ in pieces)
         extent, offset = self._nvme.allocate(total, f"parameters of {layout.segment}"), 0

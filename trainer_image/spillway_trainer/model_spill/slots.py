@@ -173,12 +173,12 @@ class Slots:
             slot.loaded.wait()  # on streams, where compute waits and not the host, the load's own views last until then
         if slot.num_views:
             raise RuntimeError(
-                f"segment {segment}: {slot.num_views} view(s) of its parameters outlive its forward or backward, and "
-                "its slot is needed for another segment. Something in the segment keeps a parameter or a "
-                "view that the trainer's saved-tensor hooks do not see: hooks of its own (save_on_cpu), "
-                "an attribute of an "
-                "autograd.Function's ctx, a cache. Make it keep a copy (clone), or make the segment resident "
-                "(its home in the plan: device)."
+                f"segment {segment}: {slot.num_views} view(s) of its parameters still exist after its forward or "
+                "backward, but its device memory is needed for another segment. Code of the segment keeps a "
+                "parameter, or a view of one, outside of torch's saved tensors: in its own saved-tensor hooks "
+                "(save_on_cpu), in an attribute of an autograd.Function's ctx, or in a cache. Let that code keep a "
+                "copy (clone), or keep the segment on the device (spec.memory.advanced.parameters.placement: "
+                "Resident)."
             )
 
 

@@ -89,7 +89,7 @@ def _from_source(model: Model, source: Location, compute: torch.dtype, claims: M
         raise
     except Exception as error:
         raise UserError(
-            f"{directory.path / 'config.json'}: no {type(sizes).__name__} that a model can be built from: "
+            f"{directory.path / 'config.json'}: not a {type(sizes).__name__} that a model can be built from: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -126,7 +126,7 @@ def no_chain(made: object, where: str, *, has_lora: bool) -> UserError:
     """What was found, and how segments are declared."""
     found = f"{where}: returned {type(made).__name__}"
     if has_lora:
-        return UserError(f"{found}, needed for lora is {KNOWN}")
+        return UserError(f"{found}, but lora needs {KNOWN}")
     if isinstance(made, nn.Module):
         children = [f"{name}: {type(child).__name__}" for name, child in made.named_children()]
         more = ", ..." if len(children) > MOST_CHILDREN else ""
@@ -153,13 +153,14 @@ def _checked(chain: Chain, where: str) -> Chain:
             f"{where}: parameter {real[0]} already has memory; do not give parameters a device of their own"
         )
     if unset:
-        raise UserError(f"{where}: buffer {unset[0]} has no values; make buffers with device='cpu'")
+        raise UserError(f"{where}: buffer {unset[0]} has no values; create buffers with device='cpu'")
     uses = Counter(id(p) for _, module in chain.segments for p in module.parameters())
     for name, parameter in chain.named_parameters():
         if (count := uses.pop(id(parameter), 0)) != 1:
             raise UserError(
-                f"{where}: every parameter must belong to exactly one segment of the Chain, and {name} belongs to "
-                f"{count}; where several use one, give each a parameter of its own and name them in `tied`"
+                f"{where}: every parameter must belong to exactly one segment of the Chain, but {name} belongs to "
+                f"{count}; if several segments share it, give each segment a parameter of its own, and list these in "
+                "the property `tied` of the Chain"
             )
     if uses:
         raise UserError(f"{where}: every parameter of a segment must belong to the Chain too; make segments submodules")
@@ -180,7 +181,9 @@ def _check_tied(chain: Chain, where: str) -> None:
             for p in (parameters[alias], parameters[owner])
         )
         if one != other:
-            raise UserError(f"{said}, and they are {one} and {other}; give them one shape and type, and train both")
+            raise UserError(
+                f"{said}, but they are {one} and {other}; give both the same shape and type, and train both"
+            )
 
 
 def _check_length(chain: Chain, sequence_length: int) -> None:

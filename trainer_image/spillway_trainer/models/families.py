@@ -65,8 +65,8 @@ def class_of(model_type: object, where: str) -> type[PreTrainedModel]:
     names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MASKED, "t5": "T5ForConditionalGeneration"}
     if str(model_type) not in names:
         raise UserError(
-            f"{where}: model_type {model_type!r} is no text model of transformers {transformers.__version__} with a "
-            "head that predicts tokens; use one, or declare a Chain in an entry point (docs/models.md, Entry points)"
+            f"{where}: model_type {model_type!r} is not a text model of transformers {transformers.__version__} with a "
+            f"head that predicts tokens; use one, or declare a Chain in an entry point (docs/models.md, Entry points)"
         )
     found: type[PreTrainedModel] = getattr(transformers, names[str(model_type)])
     return found
@@ -180,7 +180,7 @@ def _check_sizes(document: Mapping[str, Any], where: str) -> None:
         for name in names:
             size = document.get(name)
             if isinstance(size, int | float) and not 1 <= size <= most:
-                raise UserError(f"{where}: {name} is {size:.15g}, allowed are 1 to {most}")
+                raise UserError(f"{where}: {name} is {size:.15g}; it must be 1 to {most}")
 
 
 def config_from(document: Mapping[str, Any]) -> PreTrainedConfig:

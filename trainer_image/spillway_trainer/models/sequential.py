@@ -40,8 +40,8 @@ class Layers(nn.Module):
             return value
         last = next(reversed(self._modules))
         raise UserError(
-            f"spec.model: layer {last} of the nn.Sequential returned {described(value)}, and what segments hand on is "
-            "a tensor or a tuple of several"
+            f"spec.model: layer {last} of the nn.Sequential returned {described(value)}, but each layer must return a "
+            f"tensor or a tuple of tensors"
         )
 
 
@@ -58,8 +58,8 @@ class SequentialHead(Layers):
         B, T = labels_BT.shape
         if not isinstance(logits, Tensor) or logits.shape[:-1] != (B, T) or logits.shape[-1] < self._vocab_size:
             raise UserError(
-                f"spec.model: the last layer of the nn.Sequential returned {described(logits)}; needed are logits for "
-                f"every token, [{B}, {T}, {self._vocab_size}]: as many as its nn.Embedding has tokens"
+                f"spec.model: the last layer of the nn.Sequential returned {described(logits)}; it must return logits "
+                f"of shape [{B}, {T}, {self._vocab_size}]: for every token, one for each entry of its nn.Embedding"
             )
         return token_loss(logits, labels_BT, num_tokens)
 
@@ -107,8 +107,8 @@ def grouped(model: nn.Sequential, where: str) -> list[dict[str, nn.Module]]:
     if len(trained) < MIN_SEGMENTS:
         raise UserError(
             f"{where}: the nn.Sequential has {len(trained)} children with parameters, and a chain needs at least "
-            f"{MIN_SEGMENTS}: an embedding, blocks that can be moved one by one, a head; let it list them as children "
-            "of its own"
+            f"{MIN_SEGMENTS}: an embedding, blocks that can be moved one by one, a head; make each of these a child of "
+            f"its own"
         )
     return groups
 
@@ -119,8 +119,8 @@ def tokens_of(first: Mapping[str, nn.Module], where: str) -> int:
     if not found:
         names = ", ".join(type(child).__name__ for child in first.values())
         raise UserError(
-            f"{where}: the nn.Sequential begins with {names}, and what it gets are token numbers [B, T]: let its first "
-            "layer be an nn.Embedding, or a module that has one"
+            f"{where}: the nn.Sequential begins with {names}, but its input is token numbers [B, T]; make its first "
+            f"layer an nn.Embedding, or a module that has one"
         )
     return found[0]
 

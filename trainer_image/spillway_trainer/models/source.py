@@ -75,7 +75,9 @@ class ModelDirectory:
 def open_model_directory(path: Path) -> ModelDirectory:
     """Raises UserError when `path` is no directory of a model with weights in safetensors."""
     if not path.is_dir():
-        raise UserError(f"spec.model.source: {path} is no directory; give one with config.json and model.safetensors")
+        raise UserError(
+            f"spec.model.source: {path} is not a directory; give one with config.json and model.safetensors"
+        )
     config = _read_json(path / "config.json")
     files = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
@@ -105,14 +107,14 @@ def _weight_files(path: Path) -> list[Path]:
             f"{path}: holds {pickled[0]} and no {ONE_FILE}; pickled files can run code when read, so they "
             "are not opened: load the model in transformers and save_pretrained() it, which writes safetensors"
         )
-    raise UserError(f"{path}: neither {ONE_FILE} nor {INDEX} is there; give a directory that save_pretrained() wrote")
+    raise UserError(f"{path}: has neither {ONE_FILE} nor {INDEX}; give a directory that save_pretrained() wrote")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"no JSON ({error})"
+        reason = error.strerror if isinstance(error, OSError) else f"not valid JSON ({error})"
         raise UserError(f"{path}: {reason}; spec.model.source needs a Hugging Face model directory") from error
     if not isinstance(document, dict):
         raise UserError(f"{path}: expected a JSON object; spec.model.source needs a Hugging Face model directory")
@@ -137,17 +139,19 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; make the file readable") from error
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is no safetensors file; copy it again") from error
+        raise UserError(f"{path}: not a safetensors file; copy it again") from error
     if not whole:
         raise UserError(f"{path}: {path.stat().st_size} bytes, its header says {8 + length + size}; copy it again")
     if wrong:
-        raise UserError(f"{path}: the bytes of {wrong} are not those of its type, shape and place; copy it again")
+        raise UserError(
+            f"{path}: the byte range of {wrong} does not match its type, shape and offset; copy the file again"
+        )
     return found
 
 
 def _check_metadata(metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("__metadata__ is no object of texts")
+        raise ValueError("__metadata__ is not an object of strings")
 
 
 def _end(entry: Any) -> int:
@@ -200,8 +204,9 @@ class Weights:
         for other in others:
             if not torch.equal(_bits(value), _bits(self.directory.value(other))):
                 raise UserError(
-                    f"{self.directory.path}: {first} and {other} are one parameter by config.json, but "
-                    "hold different values; set tie_word_embeddings to false there, or remove one"
+                    f"{self.directory.path}: according to config.json, {first} and {other} are one parameter, but "
+                    "they hold different values; set tie_word_embeddings to false in config.json, or remove one of "
+                    "them"
                 )
         return value
 
@@ -232,15 +237,15 @@ def match(
     ]
     tensors = directory.tensors
     wrong = [
-        f"{stored} is {tensors[stored].dtype} {list(tensors[stored].shape)}, needed are "
-        f"{' or '.join(FLOATS)} and {list(shapes[name])}"
+        f"{stored} is {tensors[stored].dtype} {list(tensors[stored].shape)}, but must be {' or '.join(FLOATS)} and "
+        f"{list(shapes[name])}"
         for name, names in found.items()
         if name in shapes and name not in merges
         for stored in names
         if tensors[stored].shape != shapes[name] or tensors[stored].dtype not in FLOATS
     ]
     wrong += [
-        f"{found[name][0]} and {len(found[name]) - 1} more do not make up {stored_name(name)}, {list(shapes[name])}"
+        f"{found[name][0]} and {len(found[name]) - 1} more do not add up to {stored_name(name)}, {list(shapes[name])}"
         for name, merge in merges.items()
         if not _can_merge(merge, {stored: tensors[stored] for stored in found[name]}, shapes[name])
     ]

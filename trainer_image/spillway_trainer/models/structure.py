@@ -299,7 +299,7 @@ def _list_of_layers(model: Any) -> str:
     found = [path for path, length in lists.items() if length == count]
     if len(found) != 1:
         listed = ", ".join(f"{path} of {length}" for path, length in lists.items()) or "none"
-        raise _no_chain(type(model).__name__, f"it needs one list of {count} layers, and its lists are: {listed}")
+        raise _no_chain(type(model).__name__, f"it needs one list of {count} layers, but its lists are: {listed}")
     return found[0]
 
 
@@ -375,7 +375,8 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
     token_loss(found, labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
     if not torch.equal(found, logits):
         raise _no_chain(
-            type(model).__name__, "on a small copy, its layers one by one give other logits than its forward"
+            type(model).__name__,
+            "on a small copy of the model, its layers, called one by one, give other logits than its forward",
         )
     return replace(structure, unused=_compared(chain, whole))
 
@@ -413,7 +414,9 @@ def _compared(chain: StructuralChain, whole: Any) -> frozenset[str]:
     wrong = [name for name in expected if name not in sums or not torch.equal(expected[name], sums[name])]
     if wrong or len(expected) != len(sums):
         raise _no_chain(
-            type(whole).__name__, f"on a small copy, {', '.join(wrong[:1])} gets another gradient than from its forward"
+            type(whole).__name__,
+            f"on a small copy of the model, {', '.join(wrong[:1])} gets another gradient from the layers, called one "
+            f"by one, than from the model's forward",
         )
     if others := sorted(unused - second_names(whole).keys()):
         raise _no_chain(type(whole).__name__, f"its forward does not use the parameter {others[0]}")
@@ -491,15 +494,17 @@ def _check_layers(name: str, calls: Mapping[str, tuple[Any, Any]]) -> None:
     for layer, ((positional, named), output) in calls.items():
         first, *others = tree_leaves((positional, named))
         if not positional or first is not positional[0] or (last is not None and first is not last):
-            raise _no_chain(name, f"{layer} does not get what the layer before it returned")
+            raise _no_chain(name, f"the input of {layer} is not the output of the layer before it")
         for leaf in others:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise _no_chain(name, f"{layer} gets a second tensor that has a gradient")
+                raise _no_chain(name, f"{layer} gets a second tensor that needs a gradient")
             if not isinstance(leaf, Tensor | bool | int | float | str | None):
-                raise _no_chain(name, f"{layer} gets a {type(leaf).__name__}, in which layers could share state")
+                raise _no_chain(
+                    name, f"{layer} gets a {type(leaf).__name__} as an argument, through which layers could share state"
+                )
         last = output[0] if isinstance(output, tuple | list) else output
         if not isinstance(last, Tensor):
-            raise _no_chain(name, f"{layer} returns a {type(output).__name__}, needed are hidden states")
+            raise _no_chain(name, f"{layer} returns a {type(output).__name__} instead of hidden states")
 
 
 class _LookUps(TorchDispatchMode):  # type: ignore[no-untyped-call]

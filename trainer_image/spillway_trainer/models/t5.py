@@ -172,7 +172,8 @@ def share_embedding(model: PreTrainedModel) -> None:
         token = getattr(config, name, None)
         if not (isinstance(token, int) and 0 <= token < config.vocab_size):
             raise UserError(
-                f"t5: {name} is {token}, which is no token of the model (0 to {config.vocab_size - 1}); set it in its "
+                f"t5: {name} is {token}, which is not a token of the model (0 to {config.vocab_size - 1}); set it in "
+                f"its "
                 "configuration (config.json)"
             )
     model.shared = model.get_encoder().embed_tokens

@@ -84,5 +84,5 @@ def float16_operations(scale: LossScaler) -> Iterator[None]:
             raise
         raise UserError(
             f"spec.model: an operation of the model has no float16 form on this device ({error}): set "
-            "spec.model.precision.compute: bfloat16, or let the model do it in float32"
+            "spec.model.precision.compute: bfloat16, or let the model compute this operation in float32"
         ) from error

@@ -1,6 +1,6 @@
 """The optimizer interface of the step loop, and its plain form: all states on the device, one parameter at a time.
 
-    begin, wait (per segment, before its forward), take (per gradient, during backward) ... -> gradients -> norm -> step
+    begin, wait (per segment, before its forward), take (per gradient, during backward) ... -> parts -> norm -> step
                                                              or, when the norm is not finite, -> skip
     flush, before anybody but the next forward looks
 
@@ -26,6 +26,7 @@ from spillway.update_rules import MASTER, MomentType, UpdateRule
 from ..kernels import dispatch as kernels
 from ..kernels.reference import SquareSum, UpdateScalars, kept_elements, narrowed, quiet
 from ..tiers.device_ledger import DeviceLedger
+from ..tiers.lanes import Event, Region
 from .trainable import Trainable, check_gradient, flat, master_values
 
 
@@ -56,6 +57,29 @@ NO_GROUP = Group("")
 """Settings of a parameter that is in no group."""
 
 
+class GradientPart(Protocol):
+    """Float32 sum over a rank's micro-batches, of a part of one use of a parameter, to be changed in place."""
+
+    settled: tuple[Event, ...]
+    """Complete when everything submitted so far is in `values`; whoever submits a change replaces it."""
+
+    @property
+    def values(self) -> Tensor:
+        """Flat."""
+
+    @property
+    def memory(self) -> Region: ...
+
+
+@dataclass(slots=True)
+class WholeSum:
+    """The GradientPart of a whole parameter that nothing changes behind the step loop."""
+
+    values: Tensor
+    memory: Region
+    settled: tuple[Event, ...] = ()
+
+
 class StepOptimizer(Protocol):
     """Parameters are named as in the model; `take` is called from the post-accumulate hook of a parameter."""
 
@@ -73,9 +97,9 @@ class StepOptimizer(Protocol):
     def arrived(self) -> Collection[str]:
         """The uses of parameters (a tied alias is one) that `take` has had a gradient for in this step."""
 
-    def gradients(self) -> Iterator[Tensor]:
-        """The step's sums over its micro-batches, for whoever adds those of other ranks: flat float32 pieces, complete
-        and to be changed in place, each use of a parameter (a tied alias is one) in declared order. Before `norm`."""
+    def parts(self, names: Sequence[str]) -> Sequence[GradientPart]:
+        """The step's sums of these uses, which have arrived, for whoever adds those of other ranks: all parts of the
+        first, then of the next. Before `norm`."""
 
     def norm(self) -> float:
         """Order-free norm of the step's gradients; waits for them. nan when one of them is not finite."""
@@ -256,10 +280,9 @@ class ResidentOptimizer:
     def arrived(self) -> Collection[str]:
         return frozenset(self._arrived)
 
-    def gradients(self) -> Iterator[Tensor]:
-        for name in (*self._trainable.parameters, *self._trainable.tied):
-            if name in self._arrived:
-                yield self._accumulators[name]
+    def parts(self, names: Sequence[str]) -> Sequence[GradientPart]:
+        sums = ((name, self._accumulators[name]) for name in names)
+        return [WholeSum(values, Region(values.nbytes, f"gradient of {name}")) for name, values in sums]
 
     def norm(self) -> float:
         return self.square_sum().norm()

@@ -57,7 +57,7 @@ def _check(name: str, parameter: Parameter, *, is_streamed: bool) -> None:
         )
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UserError(
-            f"parameter {name}: dtype {parameter.dtype}; the optimizer updates float32, bfloat16 and float16"
+            f"parameter {name}: has dtype {parameter.dtype}; the optimizer updates only float32, bfloat16 and float16"
         )
 
 
@@ -68,8 +68,8 @@ def _check_device(parameters: Mapping[str, Parameter]) -> None:
     for name, device in devices.items():
         if device != first:
             raise UserError(
-                f"parameter {name}: on device {device}, the first one is on {first}; a rank has one device: move the "
-                "model there as a whole"
+                f"parameter {name}: is on device {device}, but the first parameter is on {first}; a rank has one "
+                "device, so move the whole model there"
             )
 
 

@@ -178,7 +178,7 @@ class Gradients:
         """The same of the previous step; empty: unknown, nothing is speculated."""
         self._arrived: set[str] = set()
         self._exchanged = False
-        """Whether the compute lane has added other ranks' sums to the accumulators of this step."""
+        """Whether other ranks' sums are added to the accumulators of this step, maybe on the compute lane."""
         self._waiting: dict[Lane, list[Part]] = {Lane.CPU: [], Lane.COMPUTE: []}
         """Parts that no operation adds yet."""
         self._waiting_bytes = 0
@@ -225,17 +225,14 @@ class Gradients:
                 self._waiting[lane] = []
         self._waiting_bytes = 0
 
-    def sums(self) -> Iterator[Tensor]:
-        """What arrived, chunk by chunk, each where it lives and when it is complete; the compute lane may change it."""
+    def parts(self, names: Sequence[str]) -> list[Accumulator]:
+        """The accumulators of these uses, for whoever adds other ranks' sums."""
         self.hand_over()
-        for run in self._all_arrived():
-            run.squares, self._exchanged = None, True
-            for accumulator in run.accumulators:
-                for event in accumulator.settled:
-                    self._lanes.wait(event)
-                memory = accumulator.memory
-                self._lanes.compute(reads=[memory], writes=[memory], label=f"exchange {accumulator.chunk.label}")
-                yield accumulator.values
+        self._exchanged = True
+        runs = [run for name in names for run in self._runs[name]]
+        for run in runs:
+            run.squares = None
+        return [accumulator for run in runs for accumulator in run.accumulators]
 
     def sum_tied_uses(self) -> None:
         """accumulator[owner] += accumulator[alias], in declared order; an alias counts once."""

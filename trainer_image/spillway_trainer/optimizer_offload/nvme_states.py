@@ -86,7 +86,9 @@ def place_on_nvme(nvme: NvmeSlab | None, chunks: Sequence[tuple[Chunk, StateRows
     if not chunks:
         return []
     if nvme is None:
-        raise ValueError("the plan has optimizer states on NVMe and there is no spill file")
+        raise ValueError(
+            "the plan has optimizer states on NVMe, but no bytes for a spill file; plan the job again (spillway plan)"
+        )
     extent, offset, placed = nvme.allocate(sum(rows.nbytes for _, rows in chunks), "optimizer states"), 0, []
     for chunk, rows in chunks:
         placed.append(NvmeStates(nvme, extent.at(offset), rows, f"states of {chunk.label}"))

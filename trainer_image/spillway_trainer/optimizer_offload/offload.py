@@ -23,7 +23,7 @@ from spillway.update_rules import BLOCK_VALUES, MASTER, MomentType
 
 from ..kernels import dispatch as kernels
 from ..kernels.reference import SquareSum
-from ..optimizer.plain import Hyperparameters, Update, UpdateCount, as_loaded, shaped
+from ..optimizer.plain import GradientPart, Hyperparameters, Update, UpdateCount, as_loaded, shaped
 from ..optimizer.trainable import Trainable, check_gradient, master_values
 from ..tiers.arena import Arena, Ring, as_bytes, padded
 from ..tiers.device_ledger import DeviceLedger
@@ -151,9 +151,9 @@ class OptimizerOffload:
     def arrived(self) -> Collection[str]:
         return self._gradients.all_arrived()
 
-    def gradients(self) -> Iterator[Tensor]:
-        self._speculation.discard()  # whoever takes them adds those of other ranks
-        yield from self._gradients.sums()
+    def parts(self, names: Sequence[str]) -> Sequence[GradientPart]:
+        self._speculation.discard()
+        return self._gradients.parts(names)
 
     def norm(self) -> float:
         return self.square_sum().norm()
@@ -334,8 +334,9 @@ def _check_blocks(chunks: Sequence[Chunk], plan: OptimizerPlan, settings: Hyperp
     """Raises UserError where a chunk would begin inside of a block, whose scale two updates would then share."""
     if settings.moments is MomentType.INT8 and any(chunk.offset % BLOCK_VALUES for chunk in chunks):
         raise UserError(
-            f"the plan's chunks have {plan.chunk_parameters} parameters: with training.optimizer.moments: int8 every "
-            f"{BLOCK_VALUES} values of a parameter share a scale, so a chunk has a multiple of {BLOCK_VALUES}"
+            f"the plan divides optimizer states into chunks of {plan.chunk_parameters} parameters, but with "
+            f"training.optimizer.moments: int8 a chunk must have a multiple of {BLOCK_VALUES}, because that many "
+            "values share a scale; plan the job again (spillway plan)"
         )
 
 

@@ -1,12 +1,13 @@
 """Communication between ranks: the only file that uses torch.distributed.
 
-They meet at a store, a key-value server in rank 0, and then have two gloo groups:
+They meet at a store, a key-value server in rank 0, and then have three gloo groups:
 
     exchange   the default group: what every step needs, within a time limit
+    gradients  the same for the network lane, which sums gradients while the step goes on
     decisions  without a time limit: rank 0 may build a corpus or write a checkpoint first. Its operations are polled
                from Python, so that SIGTERM is heard meanwhile
 
-Both fail at once when a peer's connection is closed.
+All fail at once when a peer's connection is closed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -78,7 +80,7 @@ def _seconds(environment: os._Environ[str], name: str, default: float) -> float:
     except ValueError:
         seconds = 0.0
     if not 0.0 < seconds < 1e9:
-        raise UserError(f"environment variable {name} = {text!r}: seconds above 0 are needed")
+        raise UserError(f"environment variable {name} = {text!r}: must be a number of seconds above 0")
     return seconds
 
 
@@ -100,8 +102,10 @@ def joined(world: World) -> Iterator[Ranks]:
             timeout=timedelta(seconds=limits.collective_seconds),
         )
         decisions = dist.new_group(backend="gloo", timeout=NO_LIMIT)
+        gradients = dist.new_group(backend="gloo", timeout=timedelta(seconds=limits.collective_seconds))
     assert isinstance(decisions, dist.ProcessGroup), "every rank is in it"
-    yield TorchRanks(world, decisions)
+    assert isinstance(gradients, dist.ProcessGroup), "every rank is in it"
+    yield TorchRanks(world, decisions, gradients)
     # Only here: after an error a peer may be gone, and a group would wait for what it never sends.
     dist.destroy_process_group()
 
@@ -223,7 +227,7 @@ def peers(awaited: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # what the store and gloo raise
-        raise PeerLost(f"waited for {awaited}, and a rank was gone: {in_short(error)}") from error
+        raise PeerLost(f"another rank ended while this one waited for {awaited}: {in_short(error)}") from error
 
 
 def in_short(error: RuntimeError) -> str:
@@ -245,6 +249,7 @@ class TorchRanks:
 
     world: World
     decisions: dist.ProcessGroup
+    gradients: dist.ProcessGroup
 
     def first(self, label: str, work: Callable[[], Result]) -> Result | None:
         results: list[Result] = []
@@ -292,7 +297,7 @@ class TorchRanks:
         return [part.tolist() for part in torch.tensor_split(every, self.world.size)]
 
     def gradient_sum(self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> GradientSum:
-        return ExchangedSum(self.world, num_values, wire, buffer, num_threads)
+        return ExchangedSum(self.world, num_values, wire, buffer, num_threads, self.gradients)
 
     def _wait(self, label: str, operation: dist.Work | None) -> None:
         assert operation is not None, "only a rank outside the group gets none"
@@ -391,49 +396,90 @@ class ExchangedSum:
         add          each rank its own segment
         all-gather   the float32 sums, to every rank
 
+    Both ways are plain sends: gloo's own all-to-all and all-gather copy more than they send.
+
     So the bits depend neither on buckets nor on how a placement cuts the gradients into accumulators. And where every
     rank has one micro-batch, a bfloat16 gradient loses nothing on the way: the sum is a single rank's, bit by bit.
     """
 
-    def __init__(self, world: World, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> None:
-        self._world, self._wire, self._num_threads = world, wire, num_threads
+    def __init__(
+        self,
+        world: World,
+        num_values: int,
+        wire: torch.dtype,
+        buffer: TakeBuffer,
+        num_threads: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._world, self._wire, self._num_threads, self._group = world, wire, num_threads, group
         segment = -(-min(EXCHANGE_PARAMETERS, num_values) // world.size)
-        self._bucket = segment * world.size
-        wire_bytes, sum_bytes = wire.itemsize * self._bucket, torch.float32.itemsize * segment
+        self.bucket = segment * world.size
+        wire_bytes, sum_bytes = wire.itemsize * self.bucket, torch.float32.itemsize * segment
         parts = [world.size * sum_bytes, sum_bytes, wire_bytes]
         self._outgoing, own, incoming = torch.split(buffer(sum(parts)), parts)
         """The bucket being sent; then the sums that return."""
         self._own, self._incoming = own.view(torch.float32), incoming.view(wire)
 
     def __call__(self, gradients: Iterable[Tensor]) -> None:
-        for pieces in buckets(gradients, self._bucket):
+        for pieces in buckets(gradients, self.bucket):
             self._sum(pieces)
+
+    def sent_bytes(self, num_values: int) -> int:
+        return num_values * (self._wire.itemsize + torch.float32.itemsize) * (self._world.size - 1) // self._world.size
 
     def _sum(self, pieces: Sequence[Tensor]) -> None:
         size, sizes = self._world.size, [piece.numel() for piece in pieces]
         segment = -(-sum(sizes) // size)
-        sent = self._outgoing.view(self._wire)[: segment * size]
-        received, own = self._incoming[: segment * size], self._own[:segment]
-        sums = self._outgoing.view(torch.float32)[: segment * size]
+        is_whole = len(pieces) == 1 and sizes[0] == segment * size and pieces[0].device.type == "cpu"
+        sums = pieces[0] if is_whole else self._outgoing.view(torch.float32)[: segment * size]
+        sent = sums if is_whole and self._wire == sums.dtype else self._outgoing.view(self._wire)[: segment * size]
         *parts, padding = torch.split(sent, [*sizes, segment * size - sum(sizes)])
-        for part, piece in zip(parts, pieces, strict=True):
+        for part, piece in zip(parts, pieces, strict=True) if sent is not pieces[0] else ():
             part.copy_(piece)
         padding.zero_()
+        received, results = torch.split(self._incoming[: segment * size], segment), torch.split(sums, segment)
         with peers("the other ranks' gradients"):
-            dist.all_to_all_single(received, sent)
-        for rank, part in enumerate(torch.split(received, segment)):
-            kernels.accumulate(own, part, rank == 0, num_threads=self._num_threads)
+            self._swap(torch.split(sent, segment), received)
+        own = self._add(sent[segment * self._world.rank :][:segment], received, results[self._world.rank])
         with peers("the other ranks' sums of gradients"):
-            dist.all_gather_into_tensor(sums, own)
+            self._swap([own] * size, results)
         for part, piece in zip(torch.split(sums, [*sizes, padding.numel()]), pieces, strict=False):
-            piece.copy_(part)
+            if sums is not piece:
+                piece.copy_(part)
+
+    def _add(self, own: Tensor, received: Sequence[Tensor], result: Tensor) -> Tensor:
+        """Put the sum of all ranks' parts where it belongs; `own` lies in the memory of all results."""
+        add = partial(kernels.accumulate, num_threads=self._num_threads)
+        ranks = range(self._world.size)
+        if self._wire == torch.float32 and self._world.rank < 2:  # it is there already, and a + b = b + a
+            for rank in ranks:
+                if rank != self._world.rank:
+                    add(result, received[rank], False)
+            return result
+        total = self._own[: own.numel()]
+        for rank in ranks:
+            add(total, own if rank == self._world.rank else received[rank], rank == 0)
+        return result.copy_(total)
+
+    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Rank s gets sent[s] in this rank's place of its `received`."""
+        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        works = [dist.irecv(received[rank], rank, self._group) for rank in others]
+        works += [dist.isend(sent[rank], rank, self._group) for rank in others]
+        for work in works:
+            assert work is not None, "only a rank outside the group gets none"
+            work.wait()
 
 
 def buckets(gradients: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """The gradients cut into consecutive slices, `size` values together; the last bucket may hold fewer."""
+    """All values once, at most `size` together. A gradient of half a bucket or more is cut into buckets of its own,
+    which need no copy; slices of the others follow one another, and the last bucket may hold fewer."""
     pieces: list[Tensor] = []
     room = size
     for gradient in gradients:
+        if 2 * gradient.numel() >= size:
+            yield from ([piece] for piece in torch.split(gradient, size))
+            continue
         offset = 0
         while offset < gradient.numel():
             piece = gradient[offset : offset + room]

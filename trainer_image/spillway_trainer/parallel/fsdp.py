@@ -61,16 +61,19 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
     if world.size == 1:
         raise UserError(f"{where}: one rank has nothing to shard; use Auto or Ddp")
     if plan.parameters.streams or plan.parameters.order != "InOrder":
-        raise UserError(f"{where}: parameters cannot be streamed or run segment by segment as well; plan it again")
+        raise UserError(
+            f"{where}: the plan streams parameters, or runs all micro-batches of a segment together, which this "
+            "strategy cannot do; plan the job again (spillway plan)"
+        )
     if plan.optimizer.overlap == "Backward":
         raise UserError(
-            f"{where}: spec.memory.advanced.optimizer.overlap: Backward is for one rank: ranks add their gradients "
-            "up first; use Auto or Forward"
+            f"{where}: spec.memory.advanced.optimizer.overlap: Backward works only with one rank, because several "
+            "ranks must sum their gradients before the update; use Auto or Forward"
         )
     named = dict(model.named_parameters())
     for name, parameter in named.items():
         if not parameter.dim():
-            raise UserError(f"{where}: parameter {name} is a scalar, without rows to shard; give it shape (1,)")
+            raise UserError(f"{where}: parameter {name} is a scalar and has no rows to shard; give it shape (1,)")
     for segment, names in model.parameters_of().items():
         dtypes = {str(named[name].dtype) for name in names if named[name].requires_grad}
         if len(dtypes) > 1:

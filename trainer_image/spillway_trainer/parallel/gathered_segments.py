@@ -76,8 +76,8 @@ class GatheredSegments:
         check_version(ref, whole._version)
         if not whole.untyped_storage().size() and whole.numel():
             raise RuntimeError(
-                f"{ref.name}: needed in backward when that of its segment was over, after FSDP2 had freed "
-                "it: the loss uses it outside the chain of segments; use spec.parallelism.strategy: Ddp"
+                f"parameter {ref.name}: backward needs it after the backward of its segment had ended and FSDP2 had "
+                "freed it, because the loss uses it outside its segment; use spec.parallelism.strategy: Ddp"
             )
         return whole.detach().as_strided(ref.size, ref.stride, ref.offset)
 

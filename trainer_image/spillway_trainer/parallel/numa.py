@@ -53,19 +53,21 @@ def place(
     part = max(1, usable // len(bus_addresses))
     node = node_of(root, address)
     if node is None:
-        return CoreBinding(frozenset(), part, f"threads: on every core; no NUMA node is known for {address}")
+        return CoreBinding(frozenset(), part, f"threads: on every core; no NUMA node is known for device {address}")
     cores = cores_of(root, node) & frozenset(allowed)
     if not cores:
         return CoreBinding(
             frozenset(),
             part,
-            f"threads: on every core; NUMA node {node} of {address} has none of the {len(allowed)} that this process "
-            "may use, so copies and updates cross NUMA nodes",
+            f"threads: on every core; NUMA node {node} of device {address} has none of the {len(allowed)} cores that "
+            "this process may use, so copies and updates cross NUMA nodes",
         )
     num_sharing = sum(node_of(root, other) == node for other in bus_addresses)
     most = max(1, min(part, len(cores) // num_sharing))
-    others = f", with {num_sharing - 1} more ranks" if num_sharing > 1 else ""
-    return CoreBinding(cores, most, f"threads: {len(cores)} cores of NUMA node {node}, where {address} is{others}")
+    others = f"; {num_sharing - 1} more ranks use the same cores" if num_sharing > 1 else ""
+    return CoreBinding(
+        cores, most, f"threads: {len(cores)} cores of NUMA node {node}, where device {address} is{others}"
+    )
 
 
 def with_placed_threads(plan: MemoryPlan, placement: CoreBinding) -> MemoryPlan:

@@ -141,7 +141,8 @@ class ReducedGradients:
         if not self._peers.same(xxhash.xxh64_intdigest(brought.encode()) >> 1):
             first = slices[0].name if slices else "no parameter"
             raise UserError(
-                f"strategies Zero1, Zero2 and Zero3 exchange every gradient as soon as it is ready, and this rank "
-                f"(rank {self._peers.world.rank}, at {first}) has one that others have not, or not yet: the model "
-                "branches by its input or its rank; use spec.parallelism.strategy: Ddp"
+                "strategies Zero1, Zero2 and Zero3 exchange each gradient as soon as it is ready, so gradients must "
+                f"be ready in the same order on all ranks, but rank {self._peers.world.rank} has a gradient (of "
+                f"{first}) that other ranks do not have at that point, because the model branches by its input or its "
+                "rank; use spec.parallelism.strategy: Ddp"
             )

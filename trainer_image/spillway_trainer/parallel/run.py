@@ -61,19 +61,26 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
     if world.size == 1:
         raise UserError(f"{where}: one rank has nothing to shard; use Auto or Ddp")
     if plan.parameters.streams or plan.parameters.order != "InOrder":
-        raise UserError(f"{where}: parameters cannot be streamed or run segment by segment as well; plan it again")
+        raise UserError(
+            f"{where}: the plan streams parameters, or runs all micro-batches of a segment together, which this "
+            "strategy cannot do; plan the job again (spillway plan)"
+        )
     if plan.optimizer.overlap != "None":
         raise UserError(
-            f"{where}: spec.memory.advanced.optimizer.overlap: Forward is not for this strategy: the next forward "
-            "needs the updates of all ranks; use None or Auto"
+            f"{where}: spec.memory.advanced.optimizer.overlap: Forward does not work with this strategy, because the "
+            "next forward needs the updates of all ranks; use None or Auto"
         )
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
-        raise UserError(f"{where}: {frozen[0]} is frozen (spec.model.lora?); use Ddp, or train every parameter")
+        raise UserError(
+            f"{where}: every parameter must be trained with this strategy, but {frozen[0]} is frozen (by "
+            "spec.model.lora, if the job sets it); use strategy Ddp, or train every parameter"
+        )
     dtypes = {str(parameter.dtype) for parameter in model.parameters()}
     if len(dtypes) > 1:
         raise UserError(
-            f"{where}: parameters of {' and '.join(sorted(dtypes))}; DeepSpeed shards one type only; use Ddp"
+            f"{where}: the model has parameters of {' and '.join(sorted(dtypes))}, but DeepSpeed shards only one "
+            "type; use strategy Ddp"
         )
 
 

@@ -20,7 +20,7 @@ from spillway.update_rules import MASTER, MomentType
 
 from ..kernels.reference import SquareSum, widened
 from ..models.chain import whole_shape
-from ..optimizer.plain import Hyperparameters, StepOptimizer
+from ..optimizer.plain import GradientPart, Hyperparameters, StepOptimizer
 from .deepspeed.layout import Layout
 from .distributed import Peers
 
@@ -68,8 +68,9 @@ class ShardedOptimizer:
         for moments whose blocks the pieces would split."""
         if settings.moments is MomentType.INT8:
             raise UserError(
-                "training.optimizer.moments: int8: 256 consecutive values of a parameter share a scale, "
-                "which Zero1, Zero2, Zero3, Fsdp and adopted engines shard elsewhere; use Ddp, or moments: bfloat16"
+                "training.optimizer.moments = int8: 256 consecutive values of a parameter share a scale, but Zero1, "
+                "Zero2, Zero3, Fsdp and adopted DeepSpeed engines may put them on different ranks; use Ddp, or "
+                "moments: bfloat16"
             )
         self._own, self._division, self._peers = own, division, peers
         self._settings, self._flushes = settings, flushes
@@ -89,9 +90,9 @@ class ShardedOptimizer:
     def arrived(self) -> Collection[str]:
         return frozenset(self._arrived)
 
-    def gradients(self) -> Iterator[Tensor]:
-        """None: they are sums over ranks already."""
-        return iter(())
+    def parts(self, names: Sequence[str]) -> Sequence[GradientPart]:
+        """None: gradients are sums over ranks already."""
+        return ()
 
     def norm(self) -> float:
         return self._peers.add(self._own.square_sum()).norm()

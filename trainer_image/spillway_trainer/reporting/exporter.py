@@ -44,8 +44,10 @@ class Exporter(Collector):
         io_backend: str,
         spill_faults: Callable[[], Mapping[str, int]] = dict,
         spill_file_bytes: Callable[[], int] = int,
+        missed_checkpoints: Callable[[], int] = int,
     ) -> None:
         """`spill_faults`: those survived so far, by kind. `spill_file_bytes`: what the files take now."""
+        self._missed_checkpoints = missed_checkpoints
         self._spill_file_bytes = spill_file_bytes
         self._spill_faults = spill_faults
         self._job, self._rank, self._num_steps, self._plan, self._io_backend = job, rank, num_steps, plan, io_backend
@@ -105,6 +107,7 @@ class Exporter(Collector):
         yield from self._labelled(
             metrics.SPILL_FAULTS, {kind: float(number) for kind, number in self._spill_faults().items()}
         )
+        yield from self._labelled(metrics.CHECKPOINTS_MISSED, {"": float(self._missed_checkpoints())})
         if self._evaluation_loss is not None:
             yield from self._gauge(metrics.EVALUATION_LOSS, self._evaluation_loss)
         if self._checkpoint is not None:

@@ -308,7 +308,10 @@ class ProgressClient:
             self._lower(answer.activations)
         if answer.epoch > self._newest_epoch:
             self._newest_epoch = answer.epoch
-            self._report(f"the operator's current attempt is {answer.epoch}; this is {self._job.epoch}")
+            self._report(
+                f"the operator's current attempt is {answer.epoch}, but this process belongs to attempt "
+                f"{self._job.epoch}"
+            )
 
     def _lower(self, asked: int) -> None:
         before, plan = self._wanted, self._plan
@@ -316,7 +319,7 @@ class ProgressClient:
         self._wanted = min(before, max(least, asked))  # one reference, which the step loop reads
         kept = "" if self._wanted == asked else f"; the plan allows {format_bytes(self._wanted)}"
         self._report(
-            f"the operator lets activations take {format_bytes(asked)} of each rank's spill file, which was "
+            f"the operator now lets activations use {format_bytes(asked)} of each rank's spill file instead of "
             f"{format_bytes(before)}{kept}"
         )
 

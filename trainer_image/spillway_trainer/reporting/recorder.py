@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from typing import Protocol, TextIO
 from spillway.errors import UserError
 from spillway.metrics import StepMetrics
 from spillway.plan import Tier
+
+LONGEST_END_BYTES = 1 << 16
+"""Of the line of an end, with its message."""
 
 
 class OutputNotWritten(UserError):
@@ -45,6 +49,8 @@ class Recorder:
             with refusals(path):
                 self._file = open_for_append(path)
         self._sinks: tuple[Sink, ...] = ()
+        self.num_missed = 0
+        """Checkpoints that the disk rejected."""
 
     def show(self, *sinks: Sink) -> None:
         """Adds `sinks` for every step, evaluation and checkpoint from now on."""
@@ -106,10 +112,19 @@ class Recorder:
 
     def checkpoint_missed(self, step: int, problem: str) -> None:
         """The disk rejected a checkpoint; training continues, with the earlier ones."""
+        self.num_missed += 1
         self._write("checkpoint_missed", {"step": step, "problem": problem})
 
     def end(self, step: int, reason: str, exit_code: int, message: str) -> None:
         self._write("end", {"step": step, "reason": reason, "exit_code": exit_code, "message": message})
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last line is an `end`."""
+        assert self._path is not None
+        with self._path.open("rb") as written:
+            written.seek(max(0, os.fstat(written.fileno()).st_size - LONGEST_END_BYTES))
+            return written.read().rpartition(b'{"event": "')[2].startswith(b"end")
 
     def _write(self, event: str, fields: dict[str, object]) -> None:
         if self._path is None:

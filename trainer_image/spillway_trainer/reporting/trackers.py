@@ -33,8 +33,8 @@ from spillway.plan import MemoryPlan, Tier
 from spillway.units import format_bytes, format_seconds
 
 INTERVAL_SECONDS, RETRY_SECONDS = 2.0, 30.0
-END_SECONDS = 10.0
-"""Time limit of all trackers for their last events."""
+END_SECONDS, END_RETRY_SECONDS = 10.0, 0.5
+"""Time limit of all trackers for their last events, and the pause after a failed try."""
 EVENTS_AT_ONCE = 100
 """MLflow takes 1000 figures in a request."""
 STEP_FIGURES = {
@@ -241,9 +241,9 @@ class Feed:
         self._thread = threading.Thread(target=self._follow, daemon=True, name=f"tracker {kind}")
         self._thread.start()
 
-    def close(self, exit_code: int) -> None:
-        """The thread sends what is left, and ends."""
-        self._exit_code = exit_code
+    def close(self, exit_code: int, until: float) -> None:
+        """The thread sends what is left, with tries until then (monotonic seconds), and ends."""
+        self._exit_code, self._until = exit_code, until
         self._closing.set()
 
     def join(self, seconds: float) -> None:
@@ -256,28 +256,38 @@ class Feed:
         with suppress(Exception):
             import_module(self._library)  # before the first step, which it would slow
         closing = False
-        while not closing:
-            closing = self._closing.wait(RETRY_SECONDS if self._problem else INTERVAL_SECONDS)
-            problem = ""
-            try:
-                self._send_all(closing)
-            except Exception as error:  # whatever a library raises: it must not end the run
-                problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-            if problem != self._problem:
-                retried = f"{problem}; training continues, and events are sent later"
-                self._report(f"tracker {self.kind}: {retried if problem else 'events are sent'}")
-            self._problem = problem
-
-    def _send_all(self, closing: bool) -> None:
-        try:
-            for run in self._runs:
-                while self._send(run):
-                    pass
-        finally:
+        while not closing or (self._problem and time.monotonic() + END_RETRY_SECONDS < self._until):
             if closing:
-                for tracker in self._opened.values():
-                    tracker.end(self._exit_code)
-                self._store(self._cursors)
+                time.sleep(END_RETRY_SECONDS)
+            closing = self._closing.wait(RETRY_SECONDS if self._problem else INTERVAL_SECONDS)
+            self._note(self._problem_of(self._send_all))
+        if problem := self._problem_of(self._end_all):
+            self._note(problem)
+
+    def _problem_of(self, action: Callable[[], None]) -> str:
+        try:
+            action()
+        except Exception as error:  # whatever a library raises: it must not end the run
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return ""
+
+    def _note(self, problem: str) -> None:
+        if problem != self._problem:
+            retried = f"{problem}; training continues, and events are sent later"
+            self._report(f"tracker {self.kind}: {retried if problem else 'events are sent'}")
+        self._problem = problem
+
+    def _send_all(self) -> None:
+        for run in self._runs:
+            while self._send(run):
+                pass
+
+    def _end_all(self) -> None:
+        try:
+            for tracker in self._opened.values():
+                tracker.end(self._exit_code)
+        finally:
+            self._store(self._cursors)
 
     def _send(self, run: TrackedRun) -> bool:
         """Sends the next events; False when there are none."""
@@ -360,6 +370,6 @@ class Trackers:
         """Sends the last events, within END_SECONDS."""
         until = time.monotonic() + END_SECONDS
         for feed in self._feeds:
-            feed.close(exit_code)
+            feed.close(exit_code, until)
         for feed in self._feeds:
             feed.join(max(0.0, until - time.monotonic()))

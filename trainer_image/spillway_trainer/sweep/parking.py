@@ -1,29 +1,35 @@
 """Parking: moves the states of paused members to NVMe and back.
 
-A parked member is a run of blocks of a spill file: its tensors one after the other, in the order in which its optimizer
-gave them, cut into pieces of a buffer. It is scratch like all that is spilled: checksummed, preallocated, and gone with
-the process, however that ends.
+Each member has a region of a spill file: its tensors one after the other, in the order in which its optimizer gave
+them, cut into pieces of a buffer. It is scratch like all that is spilled: checksummed, preallocated, and gone with the
+process, however that ends. The regions are the same in every process of a sweep on several devices, which share the
+file: whichever has a member's next turn reads what another one parked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import fcntl
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from spillway.api.job_file import JobFile
+from spillway.errors import SpillVolumeFull
 from spillway.plan import SLAB_EXTRA_BYTES, SLAB_SLACK, MemoryPlan
 from spillway.planning.sweep_plan import PARKING_BUFFER_BYTES
+from spillway.units import format_bytes
 
 from ..checkpoints.tensors import bytes_of
 from ..tiers.encrypted_file import encrypted
 from ..tiers.extents import round_up
 from ..tiers.host_slab import HostSlab
-from ..tiers.nvme_slab import NvmeExtent, NvmeSlab, OpenFile, Stored
+from ..tiers.nvme_slab import Kept, NvmeExtent, NvmeSlab, OpenFile, StoredPiece, file_bytes
 from ..tiers.spill_file import SpillFile
 
 
@@ -40,55 +46,90 @@ class Entry:
         return self.dtype.itemsize * self.shape.numel()
 
 
+class StoredAt(NamedTuple):
+    """A StoredPiece, as other processes can read it."""
+
+    device: int
+    offset: int
+    nbytes: int
+    checksum: int
+
+
 @dataclass(frozen=True, slots=True)
 class ParkedPiece:
-    extent: NvmeExtent
-    stored: Stored
+    stored: tuple[StoredAt, ...]
     nbytes: int
     """Without the padding of its last block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Where a member's tensors are."""
+    """Where a member's tensors are. Holds for every process that shares the file."""
 
-    label: str
+    member: str
     entries: tuple[Entry, ...]
     pieces: tuple[ParkedPiece, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Whole blocks."""
+        return sum(round_up(piece.nbytes) for piece in self.pieces)
+
+    @property
+    def label(self) -> str:
+        return label_of(self.member)
+
 
 class Parking:
-    """The place of all parked members of a sweep. Opened by the first that parks."""
+    """The place of all parked members of a sweep. Opened by the first that parks.
 
-    def __init__(self, job: JobFile, plan: MemoryPlan) -> None:
+    `descriptors`: of its files, one a volume, where another process has made them (`shared_files`).
+    """
+
+    def __init__(self, job: JobFile, plan: MemoryPlan, descriptors: Sequence[int] = ()) -> None:
+        self.held_bytes = 0
+        """Of members parked now."""
+        self._peak_bytes = 0
         self._directories = [Path(directory) for directory in job.spill_directories]
-        self._nbytes = sum(one.parked_bytes for one in plan.members)
+        self._sizes, self._nbytes = region_bytes(plan), slab_bytes(plan)
+        self._descriptors = descriptors
         self._num_io_threads = plan.activations.num_io_threads
         open_file: OpenFile = partial(SpillFile, listed=job.spill_is_listed)
-        self._open_file = open_file if job.spec.spill.encryption == "None" else encrypted(open_file)
+        if job.spec.spill.encryption != "None":
+            open_file = encrypted(open_file)
+        elif descriptors:
+            open_file = _adopting(iter(descriptors))
+        self._open_file = open_file
         self._slab: NvmeSlab | None = None
+        self._regions: dict[str, NvmeExtent] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def park(self, tensors: Iterable[tuple[str, Tensor]], label: str) -> Parked:
-        """Write all. Raises SpillIOError or SpillVolumeFull; then nothing of it stays."""
-        slab, entries, pieces, used = self._opened(), list[Entry](), list[ParkedPiece](), 0
-        try:
-            for name, tensor in tensors:
-                entries.append(Entry(name, tensor.dtype, tensor.shape))
-                rest = torch.frombuffer(bytes_of(tensor), dtype=torch.uint8) if tensor.nbytes else self._buffer[:0]
-                while rest.numel():
-                    fitting = min(rest.numel(), self._buffer.numel() - used)
-                    self._buffer[used : used + fitting].copy_(rest[:fitting])
-                    used, rest = used + fitting, rest[fitting:]
-                    if used == self._buffer.numel():
-                        pieces.append(self._written(slab, used, label))
-                        used = 0
-            if used:
-                pieces.append(self._written(slab, used, label))
-        except BaseException:
-            drop(pieces)
-            raise
-        return Parked(label, tuple(entries), tuple(pieces))
+    def park(self, member: str, tensors: Iterable[tuple[str, Tensor]]) -> Parked:
+        """Write all, in the place of what the member had parked before. Raises SpillIOError or SpillVolumeFull; then it
+        has nothing parked."""
+        slab, entries, pieces, filled = self._opened(), list[Entry](), list[ParkedPiece](), 0
+        start = 0
+
+        def write() -> None:
+            nonlocal filled, start
+            pieces.append(self._written(slab, member, start, filled))
+            start, filled = start + round_up(filled), 0
+
+        for name, tensor in tensors:
+            entries.append(Entry(name, tensor.dtype, tensor.shape))
+            rest = torch.frombuffer(bytes_of(tensor), dtype=torch.uint8) if tensor.nbytes else self._buffer[:0]
+            while rest.numel():
+                fitting = min(rest.numel(), self._buffer.numel() - filled)
+                self._buffer[filled : filled + fitting].copy_(rest[:fitting])
+                filled, rest = filled + fitting, rest[fitting:]
+                if filled == self._buffer.numel():
+                    write()
+        if filled:
+            write()
+        parked = Parked(member, tuple(entries), tuple(pieces))
+        self.held_bytes += parked.nbytes
+        self._peak_bytes = max(self._peak_bytes, self.held_bytes)
+        return parked
 
     def tensors(self, parked: Parked) -> Iterator[tuple[str, Tensor]]:
         """As they were given to `park`. Raises SpillIOError for bytes that are not what was written."""
@@ -100,7 +141,8 @@ class Parking:
                 if start == end:
                     piece = next(pieces)
                     whole = self._buffer[: round_up(piece.nbytes)]
-                    slab.read_batch([(piece.stored, whole, parked.label)])
+                    stored = tuple(StoredPiece(slab.device(one.device), *one[1:]) for one in piece.stored)
+                    slab.read_batch([(stored, whole, parked.label)])
                     start, end = 0, piece.nbytes
                 fitting = min(entry.nbytes - filled, end - start)
                 found[filled : filled + fitting].copy_(self._buffer[start : start + fitting])
@@ -108,47 +150,86 @@ class Parking:
             yield entry.name, found.view(entry.dtype).view(entry.shape)
 
     def leave(self, parked: Parked) -> None:
-        """Its room is free again."""
-        drop(parked.pieces)
-
-    @property
-    def held_bytes(self) -> int:
-        return 0 if self._slab is None else self._slab.held_bytes
+        """Its member needs it no longer."""
+        self.held_bytes -= parked.nbytes
 
     def take_peak_bytes(self) -> int:
         """The most that was held since the last call."""
-        if self._slab is None:
-            return 0
-        peak = self._slab.peak_bytes
-        self._slab.reset_peak()
+        peak, self._peak_bytes = max(self._peak_bytes, self.held_bytes), self.held_bytes
         return peak
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no other process of the sweep is inside."""
+        descriptors = self._descriptors[:1]
+        for descriptor in descriptors:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            for descriptor in descriptors:
+                fcntl.lockf(descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Idempotent."""
+        self.held_bytes = 0
         if self._slab is not None:
             self._slab.close()
             self._slab = None
 
-    def _written(self, slab: NvmeSlab, nbytes: int, label: str) -> ParkedPiece:
-        whole = self._buffer[: round_up(nbytes)]
+    def _written(self, slab: NvmeSlab, member: str, start: int, nbytes: int) -> ParkedPiece:
+        region, whole = self._regions[member], self._buffer[: round_up(nbytes)]
+        if start + whole.numel() > region.nbytes:
+            raise SpillVolumeFull(
+                f"{label_of(member)} are larger than planned: the plan reserves {format_bytes(region.nbytes)} of the "
+                "spill file for them. Plan the job again (spillway plan)",
+                budget_bytes=region.nbytes,
+            )
         whole[nbytes:].zero_()
-        extent = slab.allocate(nbytes, label)
-        try:
-            (stored,) = slab.write_batch([(extent.at(0), whole, label)])
-        except BaseException:
-            extent.drop()
-            raise
-        return ParkedPiece(extent, stored, nbytes)
+        (stored,) = slab.write_batch([(region.at(start), whole, label_of(member))])
+        assert not isinstance(stored, Kept), "parking has no host memory to keep what a device rejects"
+        return ParkedPiece(tuple(StoredAt(one.device.index, *one[1:]) for one in stored), nbytes)
 
     def _opened(self) -> NvmeSlab:
         if self._slab is None:
-            nbytes = int(self._nbytes * SLAB_SLACK) + SLAB_EXTRA_BYTES
-            self._slab = NvmeSlab(self._directories, nbytes, self._num_io_threads, open_file=self._open_file)
+            self._slab = NvmeSlab(self._directories, self._nbytes, self._num_io_threads, open_file=self._open_file)
+            self._regions = {name: self._slab.allocate(size, label_of(name)) for name, size in self._sizes.items()}
             host = HostSlab(PARKING_BUFFER_BYTES)
             self._buffer = host.allocate(PARKING_BUFFER_BYTES, "parking")
         return self._slab
 
 
-def drop(pieces: Iterable[ParkedPiece]) -> None:
-    for piece in pieces:
-        piece.extent.drop()
+def label_of(member: str) -> str:
+    return f"states of member {member}"
+
+
+def region_bytes(plan: MemoryPlan) -> dict[str, int]:
+    """Of each member, in their order: what it parks, with half of the file's slack; the rest is for stripes that are
+    not even."""
+    extra = SLAB_EXTRA_BYTES // (2 * len(plan.members))
+    return {one.name: round_up(int(one.parked_bytes * (1.0 + SLAB_SLACK) / 2.0) + extra) for one in plan.members}
+
+
+def slab_bytes(plan: MemoryPlan) -> int:
+    """Of all volumes' files."""
+    return int(sum(one.parked_bytes for one in plan.members) * SLAB_SLACK) + SLAB_EXTRA_BYTES
+
+
+def shared_files(job: JobFile, plan: MemoryPlan) -> list[SpillFile]:
+    """The files of a `Parking` that several processes share, one a volume. Raises as SpillFile does."""
+    with ExitStack() as made:
+        files, size = list[SpillFile](), file_bytes(slab_bytes(plan), len(job.spill_directories))
+        for directory in job.spill_directories:
+            files.append(SpillFile(directory, size, num_threads=1, listed=job.spill_is_listed))
+            made.callback(files[-1].close)
+        made.pop_all()
+    return files
+
+
+def _adopting(descriptors: Iterator[int]) -> OpenFile:
+    """Opens no file, but takes the next of these."""
+
+    def opened(directory: Path, nbytes: int, *, num_threads: int) -> SpillFile:
+        return SpillFile(directory, nbytes, num_threads=num_threads, descriptor=next(descriptors))
+
+    return opened

@@ -89,7 +89,8 @@ class SweepRecord:
             files.sync_directory(self.directory)
         except OSError as error:
             raise SweepNotWritten(
-                f"{path}: what members reported cannot be stored: {error.strerror or error}; free space there"
+                f"{path}: cannot store the values that members reported: {error.strerror or error}; free space on "
+                "that disk"
             ) from error
 
     def _take(self, fields: dict[str, Any]) -> None:

@@ -71,9 +71,9 @@ class SweepRecorder(Recorder):
         objective = self._objective.model_dump(mode="json", by_alias=True)
         self._write("sweep", {"epoch": epoch, "isa": native.isa(), "members": members, "objective": objective})
 
-    def member_started(self, member: str, step: int) -> None:
-        """Its turn begins after `step`."""
-        self._enter(member, MemberState.RUNNING, step)
+    def member_started(self, member: str, step: int, device: int = 0) -> None:
+        """Its turn begins after `step`, on this device of the sweep's."""
+        self._enter(member, MemberState.RUNNING, step, device=device)
 
     def member_parked(self, member: str, step: int) -> None:
         """Its turn ended: it waits for the next one, or at a round for the other members."""
@@ -114,10 +114,10 @@ class SweepRecorder(Recorder):
         for sink in self._sweep_sinks:
             sink.member_checkpoint(member, step)
 
-    def _enter(self, member: str, state: MemberState, step: int, reason: str = "") -> None:
+    def _enter(self, member: str, state: MemberState, step: int, reason: str = "", device: int | None = None) -> None:
         row = self._rows[member]
-        figures = {"loss": row.loss, "objective": row.objective}
-        self._write(_EVENTS[state], {"member": member, "step": step, **figures, "reason": reason})
+        fields = {"member": member, "step": step, "loss": row.loss, "objective": row.objective, "reason": reason}
+        self._write(_EVENTS[state], fields if device is None else {**fields, "device": device})
         short = shortened(" ".join(reason.split()), LONGEST_REASON)
         self._change(member, {"state": state, "step": step, "reason": short})
 

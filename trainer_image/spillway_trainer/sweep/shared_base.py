@@ -76,8 +76,8 @@ def adopt(base: Base, model: Chain) -> None:
     if of_model != of_base:
         wrong = sorted(name for name in of_base.keys() | of_model if of_base.get(name) != of_model.get(name))
         raise UserError(
-            f"spec.members: the plan lets this member share another one's frozen base, but {wrong[0]} "
-            "differs: plan it again (spillway plan)"
+            f"spec.members: in the plan, this member shares the frozen parameters of another member, but {wrong[0]} "
+            "differs between the two; plan the job again (spillway plan)"
         )
     names = {id(parameter): name for name, parameter in own.items()}
 

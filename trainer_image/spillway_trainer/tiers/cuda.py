@@ -28,9 +28,9 @@ def device_of(local_rank: int) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
         raise UserError(
-            f"the plan is for Cuda devices, and rank {local_rank} of this node finds {count} of them: give the pod "
-            "one CUDA device a rank (spec.parallelism.devicesPerNode, spec.pod.resourceName), see that nvidia-smi "
-            "works in it, or set spec.parallelism.device: Cpu in a new job"
+            f"the plan is for Cuda devices, but rank {local_rank} of this node finds only {count} of them; give the "
+            "pod one CUDA device per rank (spec.parallelism.devicesPerNode, spec.pod.resourceName), check that "
+            "nvidia-smi works in the pod, or set spec.parallelism.device: Cpu in a new job"
         )
     return torch.device("cuda", local_rank)
 
@@ -123,9 +123,9 @@ class CudaStreams:
     def compute(self) -> Stream:
         if torch._C._cuda_getCurrentRawStream(self.device.index) != self._compute.cuda_stream:
             raise RuntimeError(
-                f"{torch.cuda.current_stream(self.device)} is the current stream, and the run's kernels go to "
-                f"{self._compute}: the trainer orders its copies with that stream only; the model must not "
-                "switch streams"
+                f"{torch.cuda.current_stream(self.device)} is the current stream, but the trainer runs kernels on "
+                f"{self._compute} and orders its copies only with that stream; the model must not switch "
+                "streams"
             )
         return self._compute
 
@@ -165,10 +165,9 @@ class CudaStreams:
             error = int(runtime.cudaHostRegister(address + first, end - first, 0))
             if error:
                 raise HostOutOfMemory(
-                    f"host memory: {format_bytes(end - first)} at byte {first} of a slab of "
-                    f"{format_bytes(memory.numel())} cannot be registered with the device (CUDA error {error}): "
-                    "raise the container's memory limit and locked memory (ulimit -l), or lower "
-                    "spec.memory.budget.host",
+                    f"host memory: {format_bytes(end - first)} cannot be pinned for the device (CUDA error {error}), "
+                    f"after {format_bytes(first)} of {format_bytes(memory.numel())} were pinned; raise the "
+                    "container's memory limit and locked memory (ulimit -l), or lower spec.memory.budget.host",
                     wanted_bytes=end - first,
                     held_bytes=first,
                 )

@@ -263,8 +263,8 @@ class CudaLanes(CpuLanes):
         if tensor is None:
             self._ledger.release(DEVICE_BUFFERS, nbytes)
             raise DeviceOutOfMemory(
-                f"device memory: {format_bytes(nbytes)} for {label} cannot be allocated; the run holds "
-                f"{format_bytes(self._ledger.held_bytes)}: lower spec.memory.budget.device, or see what else uses the "
+                f"device memory: {format_bytes(nbytes)} for {label} cannot be allocated; this rank holds "
+                f"{format_bytes(self._ledger.held_bytes)}. Lower spec.memory.budget.device, or see what else uses the "
                 "device (nvidia-smi)",
                 purpose=DEVICE_BUFFERS,
                 wanted_bytes=nbytes,

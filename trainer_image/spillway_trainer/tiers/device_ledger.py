@@ -164,7 +164,7 @@ class DeviceLedger:
         total = sum(held.values())
         holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items()) or "nothing"
         raise DeviceOutOfMemory(
-            f"device memory: {format_bytes(nbytes)} more for {purpose} do not fit into the budget of "
+            f"device memory: {format_bytes(nbytes)} more for {purpose} do not fit into this rank's budget of "
             f"{format_bytes(self.budget_bytes or 0)}; held: {format_bytes(total)} ({holders}). "
             "Raise spec.memory.budget.device, lower spec.training.microBatchSize, or offload more "
             "(spec.memory.advanced.activations.policy, spec.memory.advanced.optimizer.placement).",

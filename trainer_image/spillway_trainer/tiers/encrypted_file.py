@@ -60,8 +60,9 @@ class EncryptedFile:
         numbers of its writes would be those of its parent's."""
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"the encrypted spill file of process {self._process} was written to in its child {os.getpid()}: both "
-                "would encrypt different bytes with the same key and tweak. Open a separate file there"
+                f"the encrypted spill file of process {self._process} was written to in its child process "
+                f"{os.getpid()}; the two would encrypt different bytes with the same key and tweak. Open a separate "
+                "file in the child"
             )
         checksums: list[list[int]] = [[] for _ in writes]
         with self._writing:

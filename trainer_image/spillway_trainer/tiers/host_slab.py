@@ -120,9 +120,9 @@ class HostSlab:
         held = self.by_label()
         holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in list(held.items())[:6]) or "nothing"
         raise HostOutOfMemory(
-            f"host memory: {format_bytes(nbytes)} for {label} do not fit into the slab of "
+            f"host memory: {format_bytes(nbytes)} for {label} do not fit into this rank's host memory of "
             f"{format_bytes(self.capacity_bytes)}; held: {format_bytes(sum(held.values()))} ({holders}), the "
-            f"longest free run is {format_bytes(self.largest_free_bytes)}. Raise spec.memory.budget.host.",
+            f"largest free block is {format_bytes(self.largest_free_bytes)}. Raise spec.memory.budget.host.",
             wanted_bytes=nbytes,
             held_bytes=sum(held.values()),
             budget_bytes=self.capacity_bytes,

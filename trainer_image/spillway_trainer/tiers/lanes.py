@@ -42,6 +42,7 @@ class Lane(StrEnum):
     CPU = "cpu"
     NVME_READ = "nvme_read"
     NVME_WRITE = "nvme_write"
+    NETWORK = "network"
 
 
 class Event(Protocol):

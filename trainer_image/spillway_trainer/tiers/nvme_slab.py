@@ -79,6 +79,8 @@ UNKNOWN_RATES = PlannedRates()
 class Device:
     """One volume: its file, who owns which bytes of it, and what is known of it."""
 
+    index: int
+    """In the slab."""
     directory: Path
     file: ScratchFile
     extents: Extents
@@ -191,6 +193,11 @@ class DevicePart(NamedTuple):
     """Of a read."""
 
 
+def file_bytes(nbytes: int, num_devices: int) -> int:
+    """Of each device's file, of a slab of `nbytes` in all."""
+    return round_up(-(-nbytes // num_devices))
+
+
 class NvmeSlab:
     """Preallocated files of `nbytes` in all, one in each of `directories`, that nobody else sees and that no crash
     leaves behind.
@@ -226,10 +233,10 @@ class NvmeSlab:
         self._devices: list[Device] = []
         places = [directories] if isinstance(directories, Path) else list(directories)
         try:
-            for directory in places:
-                extents = Extents(round_up(-(-nbytes // len(places))))
+            for index, directory in enumerate(places):
+                extents = Extents(file_bytes(nbytes, len(places)))
                 file = open_file(directory, extents.capacity_bytes, num_threads=num_io_threads)
-                self._devices.append(Device(directory, file, extents))
+                self._devices.append(Device(index, directory, file, extents))
         except BaseException:
             self._close_files()
             raise
@@ -296,7 +303,10 @@ class NvmeSlab:
     def redirect(self, label: str, where: str) -> None:
         """`label` goes to `where` instead of here, because of what went wrong before."""
         self._count(REDIRECTED)
-        self._say(f"redirected to {where}", f"{label}: goes to {where}, because {self._state()}; so do later spills")
+        self._say(
+            f"redirected to {where}",
+            f"{label}: goes to {where} instead of NVMe, because {self._state()}; later spills go there, too",
+        )
 
     @property
     def survives(self) -> bool:
@@ -347,6 +357,9 @@ class NvmeSlab:
         several = f" x{len(self._devices)}" if len(self._devices) > 1 else ""
         return f"{self._devices[0].file.backend}{several}"
 
+    def device(self, index: int) -> Device:
+        return self._devices[index]
+
     @property
     def directories(self) -> list[Path]:
         return [device.directory for device in self._devices]
@@ -392,10 +405,14 @@ class NvmeSlab:
         held_bytes = self.held_bytes
         directories = ", ".join(str(device.directory) for device in self._devices)
         retired = ", ".join(str(device.directory) for device in self._devices if device.writes.is_retired)
-        advice = f"{retired} is not written to any more, after {self.first_failure}" if retired else self.if_full
+        advice = (
+            f"{retired} is not written to any more after this failure: {self.first_failure}"
+            if retired
+            else self.if_full
+        )
         raise SpillVolumeFull(
             f"{directories}: {format_bytes(nbytes)} for {label} do not fit into the spill file of "
-            f"{format_bytes(self.capacity_bytes)}; held: {format_bytes(held_bytes)}, the longest free run is "
+            f"{format_bytes(self.capacity_bytes)}; held: {format_bytes(held_bytes)}, the largest free block is "
             f"{format_bytes(max(device.extents.largest_free_bytes for device in self._devices))}. {advice}",
             wanted_bytes=nbytes,
             held_bytes=held_bytes,
@@ -481,8 +498,8 @@ class NvmeSlab:
         first = self.first_failure
         assert first is not None, "a device is retired by a failure"
         return type(first)(
-            f"{first}; since then bytes are kept in memory, which has no space for {what}. Repair the device, or raise "
-            "spec.memory.budget.host",
+            f"{first}. Since then the bytes meant for this device are kept in host memory, which has no space for "
+            f"{what}. Repair the device, or raise spec.memory.budget.host",
             **first.details,
         )
 
@@ -530,8 +547,9 @@ class NvmeSlab:
             self._say(
                 f"{device.directory} slow to {verb}",
                 f"{device.directory}: {verb} of {parts[0].label} at offset {parts[0].offset}: "
-                f"{format_bytes(int(nbytes / seconds))}/s, planned {format_bytes(int(planned))}/s, and so for "
-                f"{now.slow_seconds:.0f} s; later spills go to host memory where it has room",
+                f"{format_bytes(int(nbytes / seconds))}/s instead of the planned {format_bytes(int(planned))}/s; "
+                f"the device has been slow for {now.slow_seconds:.0f} s, so later spills go to host memory while it "
+                "has free space",
             )
 
     def _state(self) -> str:
@@ -554,8 +572,8 @@ class NvmeSlab:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"the spill file of process {self._process} was used in its child {os.getpid()}: both would write to "
-                "the same extents. Start such a process before the trainer assembles the plan, or use spawn"
+                f"the spill file of process {self._process} was used in its forked child {os.getpid()}; the two would "
+                "write to the same place. Start child processes before training begins, or with the method spawn"
             )
 
     def _close_files(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import resource
@@ -33,8 +34,8 @@ BLOCK_BYTES = 4096
 _ZEROS_BYTES = 4 << 20
 _VOLUME_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WHAT_HELPS = {
-    errno.EDQUOT: "the quota of this user or project is used up, even if the disk has free space: have it raised",
-    errno.EFBIG: "the file system allows no file this large: use more directories",
+    errno.EDQUOT: "raise the quota of this user or project, which is used up even if the disk has free space",
+    errno.EFBIG: "use more directories, because the file system allows no file of this size",
 }
 """Other than freeing space."""
 _PUNCH_HOLE = 0x01 | 0x02
@@ -65,7 +66,8 @@ class SpillFile:
 
     Raises UserError for a directory that is absent or not writable, SpillVolumeFull when the bytes are not there; in
     both cases nothing is left behind. `listed`: the file has a name until it is closed, and longer if the process is
-    killed. `call` takes the place of pread and pwrite in fault tests.
+    killed. `descriptor`: that of a file of this size which another process has made, and frees. `call` takes the place
+    of pread and pwrite in fault tests.
     """
 
     def __init__(
@@ -75,16 +77,21 @@ class SpillFile:
         *,
         num_threads: int = 4,
         listed: bool = False,
+        descriptor: int | None = None,
         call: SystemCall | None = None,
     ) -> None:
         if nbytes < 1 or num_threads < 1:
             raise ValueError(f"a spill file of {nbytes} bytes on {num_threads} threads: both must be positive")
         self.directory = Path(directory)
         self.nbytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-        self._path = self.directory / f"slab-{secrets.token_hex(8)}" if listed else None
-        self._file, self.is_direct = _open(self.directory, self._path)
+        self._path = self.directory / f"slab-{secrets.token_hex(8)}" if listed and descriptor is None else None
+        if descriptor is None:
+            self._file, self.is_direct = _open(self.directory, self._path)
+        else:
+            self._file, self.is_direct = descriptor, bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
         try:
-            _preallocate(self._file, self.directory, self.nbytes)
+            if descriptor is None:
+                _preallocate(self._file, self.directory, self.nbytes)
             engine_type = native.NativeEngine if native.available() else PythonEngine
             self._engine: IoEngine = engine_type(self._file, num_threads, call)
         except BaseException:
@@ -92,6 +99,11 @@ class SpillFile:
             self._remove()
             raise
         self._is_open = True
+
+    @property
+    def descriptor(self) -> int:
+        """For a child that shares the file."""
+        return self._file
 
     @property
     def backend(self) -> str:
@@ -177,8 +189,9 @@ class SpillFile:
         details = {"label": label, "offset": transfer.error_offset}
         if transfer.failure is TransferFailure.CHECKSUM_MISMATCH:
             raise SpillIOError(
-                f"{where}: the {transfer.tensor.numel()} bytes read are not those written: checksum expected "
-                f"{transfer.checksum:#010x}, found {transfer.found:#010x}; the device or its driver is faulty",
+                f"{where}: the {transfer.tensor.numel()} bytes that were read differ from those written (checksum: "
+                f"expected {transfer.checksum:#010x}, found {transfer.found:#010x}); the device or its driver is "
+                "faulty",
                 **details,
             )
         if transfer.failure is TransferFailure.END_OF_FILE:
@@ -240,7 +253,8 @@ def _open_empty(directory: Path, path: Path | None, flags: int) -> int:
 def _open_error(directory: Path, error: OSError) -> SpillwayError:
     if error.errno in _BAD_DIRECTORY:
         return UserError(
-            f"spill directory {directory} cannot be used ({error.strerror}): give one that exists and can be written"
+            f"spill directory {directory} cannot be used ({error.strerror}); give a directory that exists and is "
+            "writable"
         )
     if error.errno in _VOLUME_FULL:
         return _volume_full(directory, BLOCK_BYTES, error.errno, "the first block")
@@ -273,9 +287,9 @@ def refuse_beyond_the_process_limit(directory: Path, nbytes: int) -> None:
     if most == resource.RLIM_INFINITY or nbytes <= most:
         return
     raise SpillVolumeFull(
-        f"{directory}: a spill file of {nbytes} bytes ({format_bytes(nbytes)}) is wanted, and this process may write "
-        f"files of {most} bytes ({format_bytes(most)}) at most (RLIMIT_FSIZE): raise that limit (ulimit "
-        "-f), use more directories, or lower the nvme budget",
+        f"{directory}: the spill file needs {nbytes} bytes ({format_bytes(nbytes)}), but this process may write "
+        f"files of at most {most} bytes ({format_bytes(most)}) (RLIMIT_FSIZE); raise that limit (ulimit "
+        "-f), use more directories, or lower spec.memory.budget.nvme",
         wanted_bytes=nbytes,
         limit_bytes=most,
         errno=errno.EFBIG,
@@ -312,8 +326,8 @@ def _volume_full(
     where = "" if offset is None else f" at offset {offset}"
     return SpillVolumeFull(
         f"{directory}: no room for {label or 'an extent'}{where} ({os.strerror(os_error)}, errno {os_error}): {wanted} "
-        f"bytes ({format_bytes(wanted)}) wanted, {free} bytes ({format_bytes(free)}) free: "
-        f"{_WHAT_HELPS.get(os_error, 'free some')}, give another directory, or lower the nvme budget",
+        f"bytes ({format_bytes(wanted)}) are needed, {free} bytes ({format_bytes(free)}) are free; "
+        f"{_WHAT_HELPS.get(os_error, 'free some space')}, give another directory, or lower spec.memory.budget.nvme",
         label=label,
         wanted_bytes=wanted,
         free_bytes=free,

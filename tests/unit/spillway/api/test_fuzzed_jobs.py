@@ -15,9 +15,9 @@ from cases.fuzzed_jobs import decided, fuzzed_job
 from harness.depth import FULL, at
 from spillway.api.crd import TRAINING_JOB
 from spillway.api.earlier import HUGGING_FACE, MOVED
+from spillway.api.load import job_type
 from spillway.api.manifest import parse, validate
 from spillway.api.status import TrainingJobStatus
-from spillway.api.training_job import TrainingJob
 from spillway.planning.search import Search
 from spillway_operator.decide.observed import Desired
 
@@ -80,7 +80,7 @@ def test_the_file_of_a_fuzzed_job_is_read_as_the_object_is() -> None:
     for seed in range(SEED, SEED + 20):
         document = fuzzed_job(seed)
         text = yaml.safe_dump(document, allow_unicode=True)
-        assert parse(TrainingJob, text, "fuzz.yaml") == validate(TrainingJob, document, "fuzz")
+        assert parse(job_type, text, "fuzz.yaml") == validate(job_type(document), document, "fuzz")
 
 
 def test_every_field_of_the_api_is_tried() -> None:

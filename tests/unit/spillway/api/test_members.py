@@ -80,15 +80,15 @@ def test_members_are_the_same_after_a_journey_through_json() -> None:
 @pytest.mark.parametrize(
     ("members", "where", "allowed"),
     [
-        ("{name: a}, {name: a}", "spec.members[1].name", "give each its own"),
+        ("{name: a}, {name: a}", "spec.members[1].name", "give each member its own"),
         ('{name: a, training: {stepz: "2"}}', "spec.members[0].training.stepz", "did you mean steps?"),
         ('{name: a, training: {steps: 0}}', "spec.members[0].training.steps", "at least 1"),
         ('{name: a, training: {microBatchSize: 3}}', "spec.members[0].training", "multiple of"),
-        ('{name: a, model: {config: null, entrypoint: "m:f"}}', "spec.members[0].model.config", "own"),
+        ('{name: a, model: {config: null, entrypoint: "m:f"}}', "spec.members[0].model.config", "a separate job"),
         ('{name: a, data: {evaluation: null}}', "spec.members[0].data.evaluation", "compared by their"),
-        ('{name: a, data: {evaluation: {seed: 1}}}', "spec.members[0].data.evaluation", "loss on one text"),
-        ('{name: a, data: {evaluation: {fraction: "0.2"}}}', "spec.members[0].data.evaluation", "loss on one text"),
-        ('{name: a, data: {evaluation: {sequences: 2}}}', "spec.members[0].data.evaluation", "loss on one text"),
+        ('{name: a, data: {evaluation: {seed: 1}}}', "spec.members[0].data.evaluation", "on the same text"),
+        ('{name: a, data: {evaluation: {fraction: "0.2"}}}', "spec.members[0].data.evaluation", "on the same text"),
+        ('{name: a, data: {evaluation: {sequences: 2}}}', "spec.members[0].data.evaluation", "on the same text"),
     ],
 )  # fmt: skip
 def test_what_a_member_cannot_be_is_refused_where_it_stands(members: str, where: str, allowed: str) -> None:
@@ -151,7 +151,7 @@ def test_turns_end_at_reports_unless_parking_takes_more_than_a_tenth(parking_sha
         one.model_copy(update={"parking_seconds": parking_share * 5 * one.plan.prediction.step_seconds})
         for one in planned(THREE).members
     ]
-    found = turns(sweep(THREE).spec, members, NODE)
+    found = turns(sweep(THREE).spec, members)
     assert found.num_steps == num_steps
     assert found.policy == ("RoundRobin" if num_steps < 20 else "Sequential")
 
@@ -173,7 +173,7 @@ def test_members_that_have_no_room_to_park_are_refused_with_bytes() -> None:
     found = make_plan(sweep(THREE), local_node(2, 4 * GIB, 4 * GIB, 1 * MIB), explained=False)
     assert isinstance(found, Infeasible)
     assert found.missing_bytes[Tier.NVME] > 0
-    assert "3 members park" in found.nearest
+    assert "the states of the 3 members are on NVMe" in found.nearest
 
 
 def test_plan_shows_a_row_per_member_and_compares_the_total_with_the_bound() -> None:
@@ -181,4 +181,4 @@ def test_plan_shows_a_row_per_member_and_compares_the_total_with_the_bound() -> 
     assert member_table(plan).row_count == 3
     assert plan.turns is not None
     assert f"turns of {plan.turn_steps} steps" in turns_sentence(plan.turns, plan.prediction)
-    assert "of the bound" in turns_sentence(plan.turns, plan.prediction)
+    assert "times the lower bound" in turns_sentence(plan.turns, plan.prediction)

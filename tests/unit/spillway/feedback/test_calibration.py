@@ -226,7 +226,7 @@ def test_an_update_in_every_phase_shares_its_factor_with_compute() -> None:
 
 @pytest.mark.parametrize(
     ("overlap", "told", "sentence"),
-    [("Forward", {COMPUTE: 2.0}, "update: it ran"), ("Backward", {}, "compute, update")],
+    [("Forward", {COMPUTE: 2.0}, "update: the update ran"), ("Backward", {}, "compute, update")],
 )
 def test_overlapped_update_is_not_calibrated_if_forward_waits_for_copies(
     overlap: Overlap, told: dict[str, float], sentence: str
@@ -404,5 +404,5 @@ def test_copies_and_updates_are_subtracted_at_their_known_rates() -> None:
 
 def test_samples_that_make_no_sense_are_refused_with_a_sentence() -> None:
     nothing = [Sample("bfloat16", {"flops": 1e9, "D2H": 1e15}, 0.1)] * 5
-    with pytest.raises(UserError, match="too busy to be measured"):
+    with pytest.raises(UserError, match="the machine is too busy"):
         fitted(nothing, rates(), FASTEST)

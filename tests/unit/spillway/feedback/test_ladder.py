@@ -88,7 +88,7 @@ def test_each_reason_corrects_what_ran_out_and_nothing_else(reason: str, correct
     assert factors.pop(corrected) > 1.0
     assert set(factors.values()) == {1.0}
     assert (found.nvme_most_bytes is not None) is (reason == NVME)
-    assert "attempt 1 ran out of" in found.reasons[0]
+    assert "attempt 1 ran out at" in found.reasons[0]
 
 
 def test_host_memory_that_no_plan_uses_ran_out_beside_the_plan() -> None:
@@ -231,7 +231,7 @@ def test_where_the_node_has_room_the_fast_plan_stays_and_its_pod_grows() -> None
     assert after.plan.budget[Tier.DEVICE] > (1 + MARGINS[0]) * before.plan.budget[Tier.DEVICE]
     assert after.pod.memory_bytes >= before.pod.memory_bytes
     assert after.plan.bytes[Tier.DEVICE].predicted == before.plan.bytes[Tier.DEVICE].predicted
-    assert change(before.plan, after.plan).startswith("everything where it was, with more room, device ")
+    assert change(before.plan, after.plan).startswith("the same placement with more memory, device ")
 
 
 def test_where_a_budget_ends_bytes_leave_the_device() -> None:
@@ -275,7 +275,7 @@ def test_a_smaller_micro_batch_is_the_last_rung_and_only_after_a_failure() -> No
     assert after.plan.micro_batch_size < tight.plan.micro_batch_size
     size, number = after.plan.micro_batch_size, after.plan.num_micro_batches
     assert size * number == job().spec.training.global_batch_size
-    assert "(rounding alone)" in change(tight.plan, after.plan)
+    assert "(changes only rounding)" in change(tight.plan, after.plan)
 
 
 def test_micro_batches_shrink_at_least_by_half_and_divide_the_batch() -> None:

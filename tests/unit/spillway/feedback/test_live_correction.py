@@ -246,19 +246,20 @@ def test_peaks_of_a_job_with_a_reserve_are_not_used_as_evidence() -> None:
                     "advanced": {"activations": {"hostReserve": "1Mi"}},
                 }
             },
-            "mode Disabled keeps everything on the device, so nothing can move there; leave it out",
+            "mode Disabled keeps all activations on the device, so none can move to host memory; leave it out",
         ),
         (
             {"spec.memory.advanced.activations": {"policy": "Host", "hostReserve": "1Mi"}},
-            "policy Host puts no activations on NVMe: leave it out, or use Nvme",
+            "only activations that are spilled to NVMe can move to this memory, and policy Host spills none to NVMe; "
+            "leave it out, or use policy Nvme",
         ),
         (
             {"spec.memory": {"budget": {"host": "1Mi"}, "advanced": {"activations": {"hostReserve": "2Mi"}}}},
-            "at most budget.host (1Mi), which it is part of",
+            "must be at most budget.host (1Mi), because it is part of that budget",
         ),
         (
             {"spec.memory.advanced.activations.hostReserve": "1Mi", "spec.members": [{"name": "a"}, {"name": "b"}]},
-            "plans of members are not corrected while they run; leave it out",
+            "activations of a sweep do not move while its members run, so this memory would not be used; leave it out",
         ),
     ],
 )

@@ -96,7 +96,7 @@ def test_after_one_run_the_next_pod_requests_what_it_took_and_a_margin(share: fl
     assert 0 < (request - peak) / request <= MOST_WASTE
     assert found.plan.bytes == PLAIN.plan.bytes
     assert found.plan.unplanned_bytes == max(0, request - COUNTED)
-    assert any("evidence of one run under this plan" in reason for reason in found.plan.reasons)
+    assert any("because in one run under this plan a pod used" in reason for reason in found.plan.reasons)
     assert found.observed is not None
     assert (found.observed.runs, found.observed.pod_memory) == (1, int(peak))
 
@@ -113,7 +113,10 @@ def test_a_plan_seen_without_memory_for_a_copy_of_its_states_is_taken_again() ->
     found = second(profile, changes=often)
     assert found.plan.snapshot_bytes == 0
     assert found.observed is not None and found.observed.runs == 1
-    assert any("the pods that were observed had no memory for a copy" in reason for reason in found.plan.reasons)
+    assert any(
+        "the request is based on earlier pods, which had no memory for a copy" in reason
+        for reason in found.plan.reasons
+    )
 
 
 def test_without_evidence_the_request_is_what_is_counted() -> None:
@@ -124,7 +127,7 @@ def test_without_evidence_the_request_is_what_is_counted() -> None:
 def test_what_was_seen_and_a_margin_are_requested() -> None:
     found = second(after(whole(0.5)))
     assert found.pod.memory_bytes == pytest.approx((1 + POD_MARGIN) * 0.5 * COUNTED, abs=MIB)
-    assert found.observed is not None and f"this and {POD_MARGIN:.0%}" in found.observed.message
+    assert found.observed is not None and f"this plus {POD_MARGIN:.0%}" in found.observed.message
 
 
 def test_runs_that_differ_get_what_the_highest_recent_one_took() -> None:

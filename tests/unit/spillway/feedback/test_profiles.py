@@ -301,7 +301,7 @@ def test_a_profile_is_what_its_crd_allows() -> None:
 
 def test_the_evidence_says_observed_and_planned() -> None:
     found = evidence("llama-x", plan(SPILLED), {"device": 50 * MIB})
-    assert found.message.startswith("observed at most: device 50.0 MiB of ")
+    assert found.message.startswith("observed peaks: device 50.0 MiB of ")
     assert found.peak is not None
     assert (found.profile, found.peak.device, found.peak.host) == ("llama-x", 50 * MIB, None)
 

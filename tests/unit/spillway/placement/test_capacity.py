@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from cases.job_documents import job
+from spillway.placement.able_nodes import base_node, gpu_part, pod_tolerations
 from spillway.placement.cluster_view import ClusterView, LiveBytes, NodeView, Requests, Reservation, Taint
-from spillway.placement.place import Placement, Unplaceable, base_node, gpu_part, place, pod_tolerations
+from spillway.placement.place import Placement, Unplaceable, place
 from spillway.planning.hardware import resolve_node
 from spillway.units import GIB, MIB
 
@@ -45,7 +46,7 @@ def order(found: Placement) -> list[str]:
 def test_job_takes_the_slower_class_if_pods_of_others_hold_the_faster_one() -> None:
     free, held = placed(gpu_node("h"), gpu_node("a", A100)), placed(gpu_node("h", taken=8), gpu_node("a", A100))
     assert (free.node.name, held.node.name) == ("8x-h100-80", "8x-a100-40")
-    assert "times as fast, but other pods hold it, nobody knows for how long; " in held.reason
+    assert "times as fast, but other pods use it for an unknown time; " in held.reason
 
 
 def test_faster_class_is_chosen_if_every_class_is_held() -> None:
@@ -75,7 +76,7 @@ def test_a_pod_of_given_memory_holds_its_plan_and_needs_a_node_that_has_as_much(
     assert found.pod.memory_bytes == 20 * GIB
     assert 10 * GIB < found.node.host_bytes < 20 * GIB, "what the pod's processes leave"
     more = place(job({**CUDA, "spec.pod.resources.memory": "2Ti"}), ClusterView((gpu_node("a"),)))
-    assert isinstance(more, Unplaceable) and "spec.pod.resources.memory asks 2.00 TiB" in more.message
+    assert isinstance(more, Unplaceable) and "spec.pod.resources.memory requests 2.00 TiB" in more.message
 
 
 def test_extended_resources_choose_the_nodes_that_have_them() -> None:
@@ -104,7 +105,7 @@ def test_partly_used_nodes_are_filled_before_whole_ones() -> None:
     assert order(found) == ["b", "d", "a", "c"]
     assert found.preferences[0].weight == 100 > 2 * found.preferences[1].weight - 1
     assert found.reason.startswith(
-        "b: 3 of 8 nvidia.com/gpu unrequested (a pod takes 1), d 6; whole nodes are kept free"
+        "b: 3 of 8 nvidia.com/gpu unrequested (a pod takes 1), d 6; nodes with all devices free are kept "
     )
 
 
@@ -177,7 +178,7 @@ def test_several_ranks_get_no_parts_of_a_gpu() -> None:
     shared = gpu_node("a", H100 | {"nvidia.com/gpu.replicas": "4"})
     found = place(job({**CUDA, "spec.parallelism.devicesPerNode": 2}), ClusterView((shared,)))
     assert isinstance(found, Unplaceable)
-    assert "a divides its devices (1-of-4); a pod with 2 of them needs whole devices" in found.message
+    assert "a offers only parts of GPUs (1-of-4), but a pod with 2 devices needs whole GPUs" in found.message
 
 
 def test_pods_with_devices_tolerate_the_taint_of_nodes_kept_for_them() -> None:
@@ -205,6 +206,16 @@ def test_nodes_are_ranked_by_their_volumes_not_their_root_disk() -> None:
     nodes = (
         cpu_node("a", volumes={"local-nvme": 60 * GIB}, live=LiveBytes(nvme=90 * GIB)),
         cpu_node("b", volumes={"local-nvme": 90 * GIB}, live=LiveBytes(nvme=MIB)),
+    )
+    found = placed(*nodes, changes=VOLUME, metrics_age_seconds=1.0)
+    assert order(found) == ["b", "a"]
+    assert "b: 90.0 GiB of NVMe space free, a 60.0 GiB" in found.reason
+
+
+def test_drives_of_a_class_that_the_node_exporter_knows_count_and_of_two_figures_the_smaller() -> None:
+    nodes = (
+        cpu_node("a", volumes={"local-nvme": 95 * GIB}, live=LiveBytes(volumes={"local-nvme": 60 * GIB})),
+        cpu_node("b", live=LiveBytes(nvme=MIB, volumes={"local-nvme": 90 * GIB, "other": MIB})),
     )
     found = placed(*nodes, changes=VOLUME, metrics_age_seconds=1.0)
     assert order(found) == ["b", "a"]
@@ -263,7 +274,7 @@ def declared(name: str = "8xh100", **labels: str) -> NodeView:
 def test_without_a_fitting_node_a_job_is_planned_for_a_declared_class(nodes: tuple[NodeView, ...]) -> None:
     found = placed(*nodes, changes=CUDA, declared=(declared("cpu"), declared(pool="h100")))
     assert (found.node.name, dict(found.required_labels)) == ("8x-h100-80", {"pool": "h100"})
-    assert found.reason == "no node can carry it; planned for a new pool, which does not exist yet"
+    assert found.reason == "no existing node can run the job; it is planned for a new pool, which does not exist yet"
     assert (found.preferences, found.at_once, found.pod.devices) == ((), True, 1)
 
 
@@ -279,7 +290,7 @@ def test_existing_nodes_go_before_declared_ones_and_their_problem_is_told_if_non
     small = cpu_node("a", allocatable_memory_bytes=GIB)
     found = place(job({"spec.parallelism.device": "Cpu"}), ClusterView((small,), declared=(declared(),)))
     assert isinstance(found, Unplaceable)
-    assert "the nearest: a has 1.00 GiB of memory" in found.message
+    assert "the closest one: a has 1.00 GiB of memory" in found.message
 
 
 def test_a_job_whose_class_is_held_moves_to_declared_nodes() -> None:

@@ -43,7 +43,7 @@ def node(name: str, host: float | None = None, nvme: float | None = None, **chan
     """A CPU node; `host` and `nvme` are free GiB from metrics, None without series."""
     live = None
     if host is not None or nvme is not None:
-        live = LiveBytes((), gib(host), gib(nvme), ("node_memory_MemAvailable_bytes",))
+        live = LiveBytes((), gib(host), gib(nvme))
     view = NodeView(name, {}, (), 8.0, 16 * GIB, 100 * GIB, {}, live=live)
     return replace(view, **changes)
 
@@ -201,7 +201,7 @@ def test_no_more_is_believed_free_than_a_node_has() -> None:
     ("age", "problem", "said"),
     [
         (None, "Prometheus does not answer", "no metrics (Prometheus does not answer)"),
-        (400.0, "Prometheus does not answer", "metrics 6m40s old, too old to count (Prometheus does not answer)"),
+        (400.0, "Prometheus does not answer", "metrics 6m40s old, too old to be used (Prometheus does not answer)"),
     ],
 )
 def test_without_young_metrics_nothing_is_preferred_and_the_job_is_placed(
@@ -227,7 +227,7 @@ def test_stale_metrics_widen_margins_and_say_so() -> None:
     stale = placed(cluster(node("node-a", host=4.0), node("node-b", host=4.2), age=90.0))
     assert set(weights(fresh).values()) != {100}
     assert set(weights(stale).values()) == {100}
-    assert "metrics 1m30s old, so the pod counts 15% more and small differences do not" in stale.reason
+    assert "metrics 1m30s old, so the pod is counted as 15% larger and small differences are ignored" in stale.reason
     assert f"(planned {format_bytes(1.15 * stale.pod.memory_bytes)})" in stale.reason
 
 
@@ -272,7 +272,7 @@ def test_stalling_node_is_not_preferred_however_much_memory_is_free() -> None:
     assert found.headroom[Tier.HOST] == 3 * GIB
     assert found.reason == (
         f"node-b: 3.00 GiB of host memory free, node-a 15.0 GiB (planned {planned}); "
-        "memory stalls on node-a (12% of the time), not preferred; metrics 4 s old"
+        "not preferred because programs there wait for memory: node-a (12% of the time); metrics 4 s old"
     )
 
 
@@ -285,7 +285,7 @@ def test_stall_counts_above_5_percent_or_10_if_stale_and_never_if_too_old(
 ) -> None:
     found = placed(cluster(stalling(node("node-a", host=8.0), share), node("node-b", host=8.0), age=age))
     assert set(weights(found)) == ({"node-b"} if stalls else {"node-a", "node-b"})
-    assert ("memory stalls on node-a" in found.reason) is stalls
+    assert ("programs there wait for memory: node-a" in found.reason) is stalls
 
 
 def test_job_is_placed_without_preference_when_every_node_stalls() -> None:
@@ -293,7 +293,7 @@ def test_job_is_placed_without_preference_when_every_node_stalls() -> None:
     assert found.preferences == ()
     assert "no preference among 5 nodes" in found.reason
     named = "node-a (50% of the time), node-b (50% of the time), node-c (50% of the time) and 2 more"
-    assert f"memory stalls on {named}, not preferred" in found.reason
+    assert f"not preferred because programs there wait for memory: {named}" in found.reason
     alone = placed(cluster(stalling(node("node-a", host=8.0), 0.5)))
     assert alone.preferences == ()
 
@@ -302,7 +302,8 @@ def test_a_stall_is_said_where_nothing_else_is_known() -> None:
     found = placed(cluster(stalling(node("node-a"), 0.5), node("node-b")))
     assert found.preferences == (Preference("node-b", 100),)
     assert found.reason == (
-        "node-b before node-a; memory stalls on node-a (50% of the time), not preferred; metrics 4 s old"
+        "node-b is preferred to node-a; not preferred because programs there wait for memory: "
+        "node-a (50% of the time); metrics 4 s old"
     )
 
 
@@ -365,7 +366,7 @@ def test_a_job_does_not_wait_for_the_faster_class_longer_than_that_saves() -> No
         found = placed(replace(TWO_CLASSES, held=(holding("8x-h100-80", 8, seconds_left, "node-h"),)), CUDA)
         assert found.node.name == expected
     ratio = slower.plan.prediction.step_seconds / free.plan.prediction.step_seconds
-    assert found.reason.startswith(f"8x-h100-80 would be {ratio:.2g} times as fast, but other pods hold it for ")
+    assert found.reason.startswith(f"8x-h100-80 would be {ratio:.2g} times as fast, but other pods use it for ")
     assert not free.reason.startswith("8x")
 
 
@@ -461,10 +462,10 @@ NO_GPU_FITS = {"spec.scheduling.nodeSelector": {"pool": "cpu"}}
         (cluster(node("node-a")), {}, "Cpu", "device: Cpu, no node has nvidia.com/gpu"),
         (MIXED, {"spec.pod.resourceName": "example.com/gpu"}, "Cpu", "device: Cpu, no node has example.com/gpu"),
         (cluster(node("node-a", labels={"pool": "cpu"}), gpu_node("node-h", H100_LABELS)), NO_GPU_FITS, "Cpu",
-         "device: Cpu, Cuda is not possible: none of 2 nodes can carry a pod of this job; the nearest: node-a has 0 "
+         "device: Cpu, Cuda is not possible: none of 2 nodes can run a pod of this job; the closest one: node-a has 0 "
          "nvidia.com/gpu, a pod needs 1"),
-        (ClusterView(), {}, "Cpu", "device: Cpu, the operator may not list nodes"),
-        (replace(MIXED, device="Cpu"), {}, "Cpu", "device: Cpu, as in the attempts before"),
+        (ClusterView(), {}, "Cpu", "device: Cpu, the operator has no permission to list nodes"),
+        (replace(MIXED, device="Cpu"), {}, "Cpu", "device: Cpu, as in earlier attempts"),
         (MIXED, {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Fsdp"}}, "Cpu",
          "device: Cpu, Fsdp runs on CPUs only so far"),
     ],
@@ -618,7 +619,7 @@ def test_several_ranks_get_ddp_because_a_run_can_do_nothing_else_yet(device: str
     view = cluster(node("node-a"), gpu_node("node-b", H100_LABELS))
     found = placed(view, {"spec.parallelism": {"nodes": 2, "device": device}})
     assert found.plan.strategy == "Ddp"
-    assert "strategy Ddp: what Auto runs as" in found.plan.reasons
+    assert "strategy Ddp: Auto uses it" in found.plan.reasons
 
 
 def test_spill_on_a_storage_class_is_not_bounded_by_the_nodes_disk() -> None:
@@ -641,7 +642,7 @@ def test_unready_and_cordoned_nodes_are_avoided_while_another_will_do() -> None:
 def test_job_waits_for_an_unready_node_when_no_other_could_carry_it() -> None:
     taint = Taint("node.kubernetes.io/not-ready", "", "NoSchedule")
     found = placed(cluster(node("node-a", ready=False, taints=(taint,))))
-    assert found.reason.startswith("none of 1 nodes that could carry it is ready and schedulable now, waiting for one")
+    assert found.reason.startswith("waiting for a node, because none of the 1 that can run the job is ready")
 
 
 def test_a_cluster_without_nodes_carries_nothing() -> None:
@@ -675,7 +676,7 @@ def test_what_keeps_every_node_away_is_said_with_its_figures(
 def test_the_nearest_miss_is_named() -> None:
     far = node("node-a", taints=(Taint("team", "b", "NoSchedule"),))
     near = node("node-b", allocatable_memory_bytes=GIB)
-    assert "the nearest: node-b" in unplaceable(cluster(far, near)).message
+    assert "the closest one: node-b" in unplaceable(cluster(far, near)).message
 
 
 @pytest.mark.parametrize(
@@ -731,7 +732,7 @@ def test_memory_profile_of_the_same_plan_is_shown_but_changes_no_byte() -> None:
     found = placed(cluster(node("node-a"), observed_peaks={key: {"device": 5 * MIB}, "another": {"device": 7 * MIB}}))
     assert (without.observed, found.plan, found.pod) == (None, without.plan, without.pod)
     assert found.observed is not None
-    assert found.observed.message.startswith("observed at most: device 5.00 MiB of ")
+    assert found.observed.message.startswith("observed peaks: device 5.00 MiB of ")
     assert found.observed.profile.endswith(key)
 
 
@@ -742,7 +743,7 @@ def test_without_a_view_of_nodes_the_catalog_is_planned_for() -> None:
     found = placed(ClusterView())
     assert found.preferences == ()
     assert found.node.name == "cpu"
-    assert found.reason == "planned for the catalog's cpu: the operator may not list nodes (NoNodeView)"
+    assert found.reason == "planned for the catalog's cpu: the operator has no permission to list nodes (NoNodeView)"
 
 
 def test_without_a_view_the_selected_or_else_the_smallest_gpu_is_planned() -> None:

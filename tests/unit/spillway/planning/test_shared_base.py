@@ -124,7 +124,9 @@ def test_the_plan_stays_within_the_budgets() -> None:
 def test_the_view_shows_the_base_and_the_reasons_say_who_shares_it() -> None:
     plan = planned(sweep(*RATES[:2], **budget(GIB)))
     assert [column.header for column in member_table(plan).columns][-1] == "base"
-    assert any(reason.startswith("frozen base of m0, m1: 2 of them are attached together") for reason in plan.reasons)
+    assert any(
+        reason.startswith("m0, m1 share a frozen base model: 2 of them train together") for reason in plan.reasons
+    )
 
 
 def test_without_members_that_share_the_view_has_no_such_column() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from spillway.planning.step_time import (
     balanced_streamed_share,
     beside_copies,
     exchange_loads,
+    exposed_exchange_seconds,
     forward_loads,
     hidden_seconds,
     phase_seconds,
@@ -277,6 +279,27 @@ def test_ddp_sends_wire_type_gradients_and_receives_float32_sums_per_step() -> N
     for wire_bytes in (2, 4):
         eight = replace(WORK, world_size=8, wire_bytes=wire_bytes)
         assert exchange_loads(eight, RATES)[Resource.NETWORK] == pytest.approx(7 / 8 * (wire_bytes + 4) * P / 300e9)
+
+
+def test_backward_hides_the_exchange_between_nodes_but_for_the_first_segments() -> None:
+    nodes = replace(WORK, world_size=2)
+    whole, layer = exchange_loads(nodes, RATES)[Resource.NETWORK], (P - 2 * 128256 * 4096 - 4096) / 32
+    first = (128256 * 4096 + layer) / P  # an embedding costs no FLOPs: both are final when backward ends
+    assert exposed_exchange_seconds(nodes, RATES) == pytest.approx(first * whole)
+    assert exposed_exchange_seconds(nodes, RATES, 0.0) == pytest.approx(whole)
+    slow = replace(RATES, network=1e9)
+    left = exposed_exchange_seconds(nodes, slow, 1.0)
+    assert 300 * whole - 1.0 <= left <= 300 * whole
+    made = predict(nodes, slow, RESIDENT, ALL_KEPT, overlapped=True, steps=9, drives=Drives(1e12))
+    backward = phase_seconds(backward_loads(nodes, slow, ALL_KEPT, RESIDENT), slow)
+    assert made.phase_seconds["exchange"] == exposed_exchange_seconds(nodes, slow, backward) < 300 * whole
+    assert sum(made.phase_seconds.values()) == pytest.approx(made.step_seconds)
+
+
+@pytest.mark.parametrize("changes", [{"local_ranks": 2}, {"on_cuda": True}], ids=["one node", "Cuda"])
+def test_nothing_hides_an_exchange_by_the_cores_that_compute_or_of_a_cuda_device(changes: dict[str, Any]) -> None:
+    two = replace(WORK, world_size=2, **changes)
+    assert exposed_exchange_seconds(two, RATES, 1e9) == exchange_loads(two, RATES)[Resource.NETWORK]
 
 
 def test_fsdp_gathers_parameters_in_every_forward() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import pytest
 
 from cases.job_documents import job, member
 from spillway.api.field_types import MAX_MEMBERS
 from spillway.api.training_job import TrainingJob
-from spillway.plan import Infeasible, MemoryPlan
+from spillway.errors import UserError
+from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planning import model_shape, planner
 from spillway.planning.explain import lacking
 from spillway.planning.hardware import local_node, resolve_node
-from spillway.planning.planner import make_plan, shared_memory
+from spillway.planning.planner import Overrides, make_plan, shared_memory
 from spillway.planning.sweep_plan import SECONDS_PER_PARKED_BYTE, SECONDS_PER_TENSOR
+from spillway.planning.workload import PAGE_BYTES, padded
 from spillway.units import GIB, MIB
 from spillway_operator.decide.manifests import LARGEST_CONTRACT
 
@@ -88,6 +92,61 @@ def test_a_sweep_is_planned_for_one_gpu_of_a_node() -> None:
     assert {found.device, *(one.plan.device for one in found.members)} == {"Cuda"}
 
 
+def on_devices(num_devices: int, num_members: int) -> TrainingJob:
+    steps = [{"training.steps": str(1_000_000 + 50 * index)} for index in range(num_members)]
+    asked = sweep(*steps)
+    parallelism = asked.spec.parallelism.model_copy(update={"devices_per_node": num_devices})
+    return asked.model_copy(update={"spec": asked.spec.model_copy(update={"parallelism": parallelism})})
+
+
+def test_each_of_several_devices_has_a_members_bytes_and_its_part_of_parked_states() -> None:
+    one, two = (make_plan(on_devices(number, 4), resolve_node("8xh100")) for number in (1, 2))
+    assert isinstance(one, MemoryPlan) and isinstance(two, MemoryPlan)
+    assert one.turns and two.turns
+    assert (two.turns.policy, two.turns.num_devices, two.world_size) == ("LongestFirst", 2, 1)
+    assert two.bytes[Tier.DEVICE] == one.bytes[Tier.DEVICE]
+    parked = sum(member.parked_bytes for member in two.members)
+    of_members = max(member.plan.bytes[Tier.NVME].optimizer_states for member in two.members)
+    assert one.bytes[Tier.NVME].optimizer_states == of_members + parked
+    assert two.bytes[Tier.NVME].optimizer_states == of_members + padded(ceil(parked / 2), PAGE_BYTES)
+    assert two.turns.seconds < one.turns.seconds
+    assert two.turns.bound_seconds <= two.turns.seconds
+    # The sweep takes less than a day: each device parks half of it, on its half of the drives.
+    assert two.prediction.nvme_written_bytes_per_day == pytest.approx(one.prediction.nvme_written_bytes_per_day / 2)
+    assert two.prediction.drive_writes_per_day == pytest.approx(one.prediction.drive_writes_per_day)
+
+
+def test_members_on_two_devices_of_a_cpu_share_its_memory_and_cores() -> None:
+    asked = on_devices(2, 4)
+    found = make_plan(asked, NODE, shared_memory(asked, 16 * GIB, 2))
+    assert isinstance(found, MemoryPlan)
+    alone = planned(on_devices(1, 4))
+    assert isinstance(alone, MemoryPlan)
+    assert found.budget[Tier.DEVICE] <= alone.budget[Tier.DEVICE] // 2
+    steps = [one.members[0].plan.prediction.step_seconds for one in (alone, found)]
+    assert steps[1] > steps[0]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "changes", "problem"),
+    [
+        (3, {}, "spec.parallelism.devicesPerNode = 3: .*use at most 2"),
+        (
+            2,
+            {"encryption": "Ephemeral"},
+            "spec.spill.encryption = Ephemeral: paused members are stored in one spill file",
+        ),
+    ],
+)
+def test_devices_that_members_cannot_use_are_an_error(num_devices: int, changes: dict[str, str], problem: str) -> None:
+    """Also where the number of devices is that of a local run."""
+    asked = on_devices(1, 2)
+    spill = asked.spec.spill.model_copy(update=changes)
+    asked = asked.model_copy(update={"spec": asked.spec.model_copy(update={"spill": spill})})
+    with pytest.raises(UserError, match=problem):
+        make_plan(asked, NODE, Overrides(world_size=num_devices))
+
+
 def test_a_turn_costs_states_out_and_in_and_a_model_made_anew() -> None:
     found = planned(sweep({}, {"model.config.numLayers": "8"}))
     assert isinstance(found, MemoryPlan)
@@ -103,7 +162,7 @@ def test_segment_that_fits_no_device_is_named_with_its_member_and_size() -> None
     found = planned(sweep(wide, {}, **{"spec.memory.budget": {"device": 16 * MIB, "host": 4 * GIB, "nvme": 60 * GIB}}))
     assert isinstance(found, Infeasible)
     assert found.job == "member m0 of tiny"
-    assert found.segment == "segment head alone has 32.0 MiB of parameters; the device budget is 16.0 MiB"
+    assert found.segment == "the parameters of segment head alone take 32.0 MiB; the device budget is 16.0 MiB"
     assert found.segment in lacking(found, "this machine")
 
 

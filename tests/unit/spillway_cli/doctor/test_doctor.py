@@ -452,6 +452,56 @@ def test_a_claim_of_one_node_is_refused_for_two() -> None:
     assert the_bad(judged(CLAIMING, claims={"kept": claim("Bound", "ReadWriteOnce")})) == []
 
 
+NAMING = json.dumps(
+    TINY
+    | {
+        "spec": TINY["spec"]
+        | {
+            "pod": {
+                "imagePullSecrets": [{"name": "registry"}],
+                "env": [{"name": "WANDB_API_KEY", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "key"}}}],
+                "mounts": [{"path": "/conf", "configMap": "settings"}],
+                "serviceAccountName": "trainer",
+            },
+            "model": {
+                "source": {"claim": "kept", "subPath": "m", "fetch": {"uri": "s3://b/m", "secretName": "s3"}},
+                "precision": {"compute": "bfloat16"},
+            },
+        }
+    }
+)
+NAMED: dict[str, Any] = {
+    "Secret/registry": {}, "Secret/wandb": {"data": {"key": "c2VjcmV0"}}, "ConfigMap/settings": {},
+    "Secret/s3": {}, "ServiceAccount/trainer": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity", "message"),
+    [
+        ({"Secret/registry": ABSENT}, "error", "spec.pod.imagePullSecrets[0]: Secret registry not found in team-a"),
+        ({"Secret/wandb": ABSENT}, "error", "spec.pod.env[0]: Secret wandb not found in team-a"),
+        ({"Secret/wandb": {"data": {"other": "x"}}}, "error", "spec.pod.env[0]: Secret wandb has no key key"),
+        ({"ConfigMap/settings": ABSENT}, "error", "spec.pod.mounts[0]: ConfigMap settings not found in team-a"),
+        ({"Secret/s3": ABSENT}, "error", "spec.model.source.fetch.secretName: Secret s3 not found in team-a"),
+        (
+            {"ServiceAccount/trainer": ABSENT},
+            "error",
+            "spec.pod.serviceAccountName: ServiceAccount trainer not found in team-a",
+        ),
+        ({"Secret/wandb": FORBIDDEN}, "note", "you may not read spec.pod.env[0]: Secret wandb"),
+    ],
+)
+def test_what_pods_cannot_start_without_is_looked_for(changes: dict[str, Any], severity: str, message: str) -> None:
+    assert the_bad(judged(NAMING, named=NAMED)) == []
+    found = the_one(judged(NAMING, named=NAMED | changes))
+    assert (found.check, found.severity, found.message) == ("pod inputs", severity, message)
+
+
+def test_values_of_secrets_are_never_shown() -> None:
+    assert not [one for one in judged(NAMING, named=NAMED) if "c2VjcmV0" in one.message]
+
+
 def test_the_pod_that_is_tried_is_as_safe_as_a_trainers() -> None:
     golden = GOLDEN / "children-one-pod.yaml"
     made = next(one for one in yaml.safe_load_all(golden.read_text("utf-8")) if one["kind"] == "Job")
@@ -552,6 +602,11 @@ def test_a_job_is_asked_for_its_claims_in_its_namespace(
     assert "kept: claim not found in team-a" in documents(capsys.readouterr().out)["volumes"]["message"]
     server.objects["/api/v1/namespaces/team-a/persistentvolumeclaims/kept"] = claim("Bound", "ReadWriteMany")
     assert run_app(["doctor", "--job", "job.yaml", "-o", "json"]) == 0
+    (tmp_path / "job.yaml").write_text(NAMING)
+    assert run_app(["doctor", "--job", "job.yaml", "-o", "json"]) == 1
+    places = ("secrets/registry", "secrets/wandb", "configmaps/settings", "secrets/s3", "serviceaccounts/trainer")
+    asked = [path for method, path, *_ in server.requests if method == "GET"]
+    assert {f"/api/v1/namespaces/team-a/{place}" for place in places} <= {*asked}
 
 
 def test_a_wrong_job_is_refused_before_anything_is_looked_at(server: FakeApiServer, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_profile_without_a_rate_is_no_measurement(state: Path) -> None:
 def test_what_was_not_measured_is_named(state: Path) -> None:
     written(state, nvmeReadBytesPerSecond=None, link={"h2dBytesPerSecond": "4e9"})
     assert own_profile(2).sentence == (
-        f"7 of 9 rates measured on 2026-11-21 ({state}); of the catalog: nvmeReadBytesPerSecond, d2hBytesPerSecond"
+        f"7 of 9 rates measured on 2026-11-21 ({state}); from the catalog: nvmeReadBytesPerSecond, d2hBytesPerSecond"
     )
 
 
@@ -160,7 +160,7 @@ def test_another_kind_of_object_is_one_sentence(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("", "(uncalibrated: catalog rates)"),
-        ("bfloat16FlopsPerSecond: '1e11'", "predicted from 1 of 9 rates measured; of the catalog: float32Flops"),
+        ("bfloat16FlopsPerSecond: '1e11'", "predicted from 1 of 9 rates measured; from the catalog: float32Flops"),
     ],
 )
 def test_a_plan_says_whose_rates_it_is_predicted_from(

@@ -107,7 +107,7 @@ def test_a_run_without_steps_has_no_rows() -> None:
         "phases": {},
         "cores": {},
         "links": {},
-        "sentence": "No step has been made yet.",
+        "sentence": "No step is trained yet.",
     }
 
 

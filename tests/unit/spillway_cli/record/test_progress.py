@@ -192,6 +192,13 @@ def test_restart_is_told_with_what_is_left() -> None:
     ]
 
 
+def test_the_end_of_the_last_attempt_is_left_to_the_last_sentence() -> None:
+    console = plain()
+    with ProgressReporter(console, 100, BUDGET) as progress:
+        progress.attempt_ended(Attempt(1, 64, "UserError", "no text"), 0)
+    assert said(console) == []
+
+
 def test_square_brackets_are_no_markup() -> None:
     console = plain()
     with ProgressReporter(console, 100, BUDGET) as progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -269,6 +270,30 @@ def test_the_report_has_a_curve_of_every_member_and_a_table(run: RunDirectory) -
     assert "3 members" in page
 
 
+def test_the_report_draws_which_device_trained_whom_in_the_newest_attempt() -> None:
+    """Times of the newest attempt count from its first turn; one that has not ended lasts until the last event."""
+    log = RunLog()
+    for event in (
+        *EVENTS,  # an attempt that was killed in a turn of a
+        SWEEP | {"time": 200.0, "epoch": 2},
+        member("started", "a", 4, 201.0, device=0),
+        member("started", "b", 0, 202.0, device=1),
+        member("parked", "b", 4, 206.0),
+        member("started", "c", 0, 207.0, device=1),
+        member("parked", "a", 8, 209.0),
+    ):
+        log.add(json.dumps(event))
+    page = render_report(RunRecord("tiny", "runs/tiny", "0.1.0", made_plan(), log, [], {}, trains=True))
+    drawn = page.partition("<h2>Devices</h2>")[2].partition("</section>")[0]
+    titles = re.findall("<title>(.*?)</title>", drawn)
+    assert titles == ["a: 0 to 8 seconds", "b: 1 to 5 seconds", "c: 6 to 8 seconds"]
+    assert "device 0" in drawn and "device 1" in drawn
+    assert f"busy {(8 + 4 + 2) / 16:.0%}" in drawn
+    views = {view.name: view for view in member_views(log, {}, trains=True)}
+    assert (views["c"].device, views["a"].device) == (1, None)
+    assert sweep_view.member_cells(views["c"])[-1] == "Running on device 1"
+
+
 def test_the_report_escapes_what_members_say() -> None:
     log = RunLog()
     log.add(json.dumps(SWEEP))
@@ -292,7 +317,7 @@ def test_the_end_of_a_sweep_is_a_table_and_a_document(run: RunDirectory, capsys:
     assert (document["firstLoss"], document["finalLoss"], document["evaluationLoss"]) == (8.0, 8.0 / 6, 2.25)
     assert document["members"][1] == {
         "name": "b", "step": 4, "steps": 8, "loss": 2.0, "evaluationLoss": 3.5, "state": "Stopped", "message": STOPPED,
-        "best": False,
+        "best": False, "device": None,
     }  # fmt: skip
     run_command.finish(run, job, ended, Format.TEXT)
     said = capsys.readouterr().out

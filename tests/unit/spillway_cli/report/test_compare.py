@@ -58,7 +58,7 @@ def test_equal_runs_have_the_same_bits_and_differ_in_nothing(
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     one = run(tmp_path / "a", 2)
-    with pytest.raises(UserError, match="1 run: name 2 to 7"):
+    with pytest.raises(UserError, match="1 run given; name 2 to 7 runs"):
         compare([one], None, Format.TEXT)
     with pytest.raises(UserError, match="none"):
         compare([one, tmp_path / "none"], None, Format.TEXT)

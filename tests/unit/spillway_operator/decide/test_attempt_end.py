@@ -114,11 +114,11 @@ def test_a_drained_pod_that_wrote_its_checkpoint_was_preempted() -> None:
 
 def test_a_pod_that_is_gone_was_deleted() -> None:
     assert cause_of_end([], 1).reason == "PodDeleted"
-    assert "node 1 was deleted" in cause_of_end([pod(0, ending(1, said(1, follower=True)))], 2).message
+    assert "pod with index 1 was deleted" in cause_of_end([pod(0, ending(1, said(1, follower=True)))], 2).message
 
 
 VAIN = "rank 0 waited 300 s at demo-1-0.demo-1:29500 for rank 1; see its log"
-LOST = "waited for the other ranks' gradients, and a rank was gone: Connection closed by peer"
+LOST = "another rank ended while this one waited for the other ranks' gradients: Connection closed by peer"
 
 
 def follower(message: str, second: int = 5) -> PodObject:

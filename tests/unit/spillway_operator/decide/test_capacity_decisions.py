@@ -72,7 +72,9 @@ def test_attempt_without_room_gives_way_to_one_that_fits_what_is_free() -> None:
     desired = reconcile(seen, NOW, places)
     said = condition(desired, "Running")
     assert (said["status"], said["reason"]) == ("False", "Replanned")
-    assert said["message"].startswith("the scheduler finds no node; planned again for what is free: local, a pod of ")
+    assert said["message"].startswith(
+        "the scheduler finds no node, so the job is planned again for what is free: local, with pods of "
+    )
     assert [view.as_free for view in places.views] == [True]
     assert not desired.deletes, "it is written before it is done"
     after = reconcile(follow_up(seen, desired), NOW, Places("nothing"))
@@ -168,7 +170,7 @@ def test_job_avoids_the_node_of_a_device_fault_and_says_so(monkeypatch: pytest.M
         {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": [node]}]}
     ]
     notes = [note.note for note in world.operator.notes if note.reason == "NodeAvoided"]
-    assert notes == [f"DeviceFault on {node}: this job avoids it for a day"]
+    assert notes == [f"DeviceFault on {node}: this job avoids that node for a day"]
     world.advance(86401)
     fail(world, 1)
     assert views[-1].avoided == frozenset()

@@ -92,7 +92,7 @@ def test_a_download_needs_a_claim_that_can_be_written() -> None:
     desired = decide(seen(Inspection(), FETCHED))
     assert planned(desired) == (
         "False", "ClaimNotWritable",
-        "spec.model.source.claim = models: a download is written to it; it is ReadOnlyMany",
+        "spec.model.source.claim = models: the download must be written to it, but its access mode is ReadOnlyMany",
     )  # fmt: skip
 
 
@@ -147,12 +147,12 @@ def test_what_the_pod_told_becomes_an_immutable_object_and_then_a_plan() -> None
     ("found", "why"),
     [
         (ended(64, "spec.model.source: /claims/models/tiny has no config.json"), "has no config.json; correct it"),
-        (ended(137, "", "OOMKilled"), "took more than 4Gi of memory"),
+        (ended(137, "", "OOMKilled"), "used more than 4Gi of memory"),
         (ended(1, "Traceback"), "ended with exit code 1: Traceback"),
         (ended(0, "not a shape"), "ended with exit code 0: not a shape"),
         (ended(0, ""), "ended with exit code 0: no message"),
         (replace(ended(137), ending=None, reason="DeadlineExceeded"), "took longer than 600 s"),
-        (Inspection(shape="forged"), f"ConfigMap {NAME}-model holds no shape that this operator can read"),
+        (Inspection(shape="forged"), f"ConfigMap {NAME}-model does not hold model sizes that this operator can read"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_said_with_what_to_do(found: Inspection, why: str) -> None:

@@ -206,7 +206,7 @@ def told(found: ReportedStatus) -> tuple[int | None, str]:
     return found.memory.activations, found.memory.correction
 
 
-SENTENCE = "other data fills the spill volume: activations use 28Mi of each rank's spill file instead of 48Mi, the rest stays in host memory"  # noqa: E501
+SENTENCE = "other data fills the spill volume: activations use 28Mi of each rank's spill file instead of 48Mi, and the rest of them stays in host memory"  # noqa: E501
 
 
 def test_a_live_correction_is_told_once() -> None:

@@ -607,7 +607,6 @@ def test_no_annotation_loosens_what_a_container_may_do(annotation: str, is_free:
     ("changes", "path"),
     [
         ({"spec.checkpoint": {"resume": "Never"}}, "spec.checkpoint.resume"),
-        ({"spec.command": ["train.py"]}, "spec.command"),
         ({"spec.scheduling": {"gang": "Required"}, "spec.parallelism": {"nodes": 2}}, "spec.scheduling.gang"),
         ({"spec.scheduling": {"workloadPriorityClassName": "high"}}, "spec.scheduling.workloadPriorityClassName"),
     ],
@@ -886,7 +885,7 @@ def test_attempts_of_device_auto_keep_the_device_of_the_first(device: str) -> No
     resumed = observed(contracts=contracts, status={"attempts": {"total": 1, "ended": 1}})
     second = reconcile(replace(resumed, cluster=ClusterView((with_gpu,))), NOW)
     plan = json.loads(second.creates[0]["data"]["plan.json"])
-    assert (plan["device"], plan["reasons"][0]) == (device, f"device: {device}, as in the attempts before")
+    assert (plan["device"], plan["reasons"][0]) == (device, f"device: {device}, as in earlier attempts")
 
 
 def test_only_the_newest_attempt_lives() -> None:
@@ -969,6 +968,14 @@ def test_a_container_that_cannot_start_is_shown() -> None:
     assert condition(desired, "Running")["message"] == (
         "demo-1-0-x: ImagePullBackOff: not found; correct spec.pod.image, then start a new attempt: "
         "kubectl delete job demo-1 -n team"
+    )
+
+
+def test_what_the_kubelet_tries_again_is_mended_in_place() -> None:
+    pod = PodObject("demo-1-0-x", "p", 0, "node-0", "Pending", waiting='FailedMount: configmap "code" not found')
+    assert condition(not_ready((pod,)), "Running")["message"] == (
+        'demo-1-0-x: FailedMount: configmap "code" not found; once that is corrected, the pod starts; or '
+        "correct spec, then start a new attempt: kubectl delete job demo-1 -n team"
     )
 
 

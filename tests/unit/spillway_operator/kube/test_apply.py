@@ -217,8 +217,8 @@ def test_a_field_that_an_older_crd_lacks_is_left_out_and_said_once(caplog: pytes
         assert api.count("PATCH") == 3 + 2, "each field is refused once"
         said = [record.getMessage() for record in caplog.records if "has no" in record.getMessage()]
         assert said == [
-            "the CRD of TrainingJob has no status.attempts.ended, status.attempts.restarts: install the CRDs of this "
-            "version"
+            "the CRD of TrainingJob has no field status.attempts.ended, status.attempts.restarts; install the CRDs "
+            "of the operator's version"
         ]
 
     with_cluster(scenario)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import spillway_operator.kube.store as store_module
 from spillway_operator.decide.observed import AttemptObject, JobObject
 from spillway_operator.kube.store import MOST_TOMBSTONES, Store, project_attempt, project_job
 
@@ -34,6 +36,41 @@ def attempt(version: int, number: int = 1, **metadata: Any) -> AttemptObject:
         "ownerReferences": [OWNER],
     }
     return project_attempt({"metadata": found | metadata, "spec": {}, "status": {"ready": version}})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_watch_lags_from_when_a_change_is_known_until_it_delivers_that_or_a_newer_one(clock: list[float]) -> None:
+    store = Store()
+    clock[0] += 500
+    assert store.jobs.lag_seconds == 0.0, "an idle cluster lets nothing grow"
+    store.put_job(job(5))  # the answer to a write
+    clock[0] += 7
+    assert store.jobs.lag_seconds == 7.0
+    store.put_job(job(6))
+    store.jobs.delivered(job(4))
+    clock[0] += 1
+    assert store.jobs.lag_seconds == 8.0, "an older version is not what it owes"
+    assert store.attempts.lag_seconds == 0.0
+    store.jobs.delivered(job(6))
+    assert store.jobs.lag_seconds == 0.0
+
+
+def test_watch_owes_nothing_of_an_object_that_is_gone(clock: list[float]) -> None:
+    store = Store()
+    store.put_job(job(5))
+    store.put_attempt(attempt(6))
+    clock[0] += 3
+    store.remove_job(job(7))
+    store.put_attempt(attempt(8, uid="another"))
+    assert store.jobs.lag_seconds == 0.0
+    store.attempts.delivered(attempt(8, uid="another"))
+    assert store.attempts.lag_seconds == 0.0, "the first of that name is known to be gone"
 
 
 def test_the_newest_resource_version_wins_whoever_reports_it() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,11 +17,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from harness.patience import HANG_SECONDS, until
-from spillway.api.progress import MAX_BYTES, TierFigures
+from spillway.api.progress import MAX_BYTES
 from spillway.placement.place import LiveBytes
 from spillway.units import GIB, MIB
 from spillway_operator.measured import metrics_source
-from spillway_operator.measured.metrics_source import MetricsSnapshot, MetricsSource, ScrapeTarget, byte_count
+from spillway_operator.measured.metrics_source import Access, MetricsSnapshot, MetricsSource, ScrapeTarget, byte_count
 from spillway_operator.measured.scrape_targets import target_of
 
 Series = tuple[dict[str, str], str]
@@ -46,15 +49,10 @@ class FakePrometheus:
         shown = host if isinstance(host, str) else str(host * GIB)
         self.series.setdefault("node_memory_MemAvailable_bytes", []).append(({"node": name}, shown))
         if device is not None:
-            self.series.setdefault("DCGM_FI_DEV_FB_FREE", []).append(({"node": name}, str(device * 1024)))
+            self.series.setdefault("DCGM_FI_DEV_FB_FREE", []).append(({"node": name}, str(device * GIB)))
         for mount, free in mounts.items():
             labels = {"node": name, "mountpoint": {"root": "/", "kubelet": "/var/lib/kubelet"}[mount]}
             self.series.setdefault("node_filesystem_avail_bytes", []).append((labels, str(free * GIB)))
-
-    def pod(self, namespace: str, name: str, **tiers: int) -> None:
-        for tier, held in tiers.items():
-            labels = {"namespace": namespace, "pod": name, "tier": tier}
-            self.series.setdefault("spillway_tier_bytes", []).append((labels, str(held)))
 
     async def answer(self, request: web.Request) -> web.Response:
         query = request.query["query"]
@@ -96,7 +94,7 @@ def with_source(prometheus: FakePrometheus, clock: Clock, *steps: Step) -> Metri
         application = web.Application()
         application.router.add_get("/api/v1/query", prometheus.answer)
         async with TestServer(application) as server, aiohttp.ClientSession() as session:
-            source = MetricsSource(str(server.make_url("")), 15.0, clock=clock)
+            source = MetricsSource(Access(str(server.make_url("")).rstrip("/")), 15.0, clock=clock)
             await source.read(session)
             for step in steps:
                 await step(source, session)
@@ -112,14 +110,13 @@ def snapshot(prometheus: FakePrometheus, clock: Clock) -> MetricsSnapshot:
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
-def test_free_bytes_of_a_node_come_with_the_names_of_their_series(prometheus: FakePrometheus, clock: Clock) -> None:
+def test_free_bytes_of_a_node_are_read_tier_by_tier(prometheus: FakePrometheus, clock: Clock) -> None:
     prometheus.node("node-a", 12.5, device=70.0, root=5.0, kubelet=90.0)
     found = snapshot(prometheus, clock)
     assert found.nodes["node-a"] == LiveBytes(
         devices=(70 * GIB,),
         host=int(12.5 * GIB),
         nvme=90 * GIB,
-        sources=("DCGM_FI_DEV_FB_FREE", "node_memory_MemAvailable_bytes", "node_filesystem_avail_bytes"),
     )
     assert (found.source, found.problem, found.age_seconds) == ("Prometheus", "", 0.0)
 
@@ -131,17 +128,15 @@ def test_a_node_without_a_file_system_of_its_own_for_pods_has_the_root(
     assert snapshot(prometheus, clock).nodes["node-a"].nvme == 5 * GIB
 
 
-def test_pods_have_the_bytes_that_they_hold(prometheus: FakePrometheus, clock: Clock) -> None:
-    prometheus.node("node-a", 1.0)
-    prometheus.pod("team", "demo-1-0-x", device=5, host=6, nvme=7)
-    assert snapshot(prometheus, clock).pods == {("team", "demo-1-0-x"): TierFigures(device=5, host=6, nvme=7)}
-
-
-def test_a_tier_that_does_not_exist_is_left_aside(prometheus: FakePrometheus, clock: Clock) -> None:
-    prometheus.node("node-a", 1.0)
-    prometheus.pod("team", "demo", device=5, tape=6)
-    prometheus.pod("team", "other", tape=6)
-    assert snapshot(prometheus, clock).pods == {("team", "demo"): TierFigures(device=5)}
+def test_of_the_drives_of_a_storage_class_the_emptiest_counts_and_none_is_an_emptydirs(
+    prometheus: FakePrometheus, clock: Clock
+) -> None:
+    prometheus.node("node-a", 1.0, kubelet=5.0)
+    for mountpoint, free in (("/mnt/a", 70), ("/mnt/b", 90), ("/", 10)):
+        labels = {"node": "node-a", "mountpoint": mountpoint, "storage_class": "fast"}
+        prometheus.series["node_filesystem_avail_bytes"].append((labels, str(free * GIB)))
+    found = snapshot(prometheus, clock).nodes["node-a"]
+    assert (found.nvme, found.volumes) == (5 * GIB, {"fast": 90 * GIB})
 
 
 @pytest.mark.parametrize(
@@ -153,9 +148,7 @@ def test_how_long_a_nodes_memory_stalled_is_a_share_of_the_time_or_unknown(
 ) -> None:
     prometheus.node("node-a", 1.0)
     prometheus.stalled("node-a", share)
-    found = snapshot(prometheus, clock).nodes["node-a"]
-    assert found.memory_stalled == expected
-    assert ("node_pressure_memory_stalled_seconds_total" in found.sources) is (expected is not None)
+    assert snapshot(prometheus, clock).nodes["node-a"].memory_stalled == expected
 
 
 def test_a_node_of_which_only_its_stalls_are_known_is_known(prometheus: FakePrometheus, clock: Clock) -> None:
@@ -166,7 +159,7 @@ def test_a_node_of_which_only_its_stalls_are_known_is_known(prometheus: FakeProm
 def test_old_samples_are_left_out_by_every_query(prometheus: FakePrometheus, clock: Clock) -> None:
     """Prometheus would answer with a sample of five minutes ago as if it were of now."""
     snapshot(prometheus, clock)
-    assert len(prometheus.queries) == len(metrics_source.QUERIES)
+    assert len(prometheus.queries) == len(metrics_source.QUESTIONS)
     for query in prometheus.queries:
         assert f"< {metrics_source.OLDEST_SAMPLE_SECONDS}" in query
         assert "time() - timestamp(" in query
@@ -174,7 +167,7 @@ def test_old_samples_are_left_out_by_every_query(prometheus: FakePrometheus, clo
 
 def test_of_several_series_of_one_node_the_worst_counts() -> None:
     """So that a series too many can make a node less attractive, never more."""
-    *free, stalled = [query for query in metrics_source.QUERIES if "by (node" in query]
+    *free, stalled = [question() for question in metrics_source.QUESTIONS]
     assert len(free) == 3
     assert all(query.startswith("min by (node") for query in free)
     assert "node_pressure_memory_stalled_seconds_total" in stalled
@@ -207,7 +200,7 @@ def test_a_node_with_a_garbage_figure_has_none(prometheus: FakePrometheus, clock
     prometheus.node("node-a", "NaN", root=5.0)
     prometheus.node("node-b", 3.0)
     found = snapshot(prometheus, clock).nodes
-    assert found["node-a"] == LiveBytes((), None, 5 * GIB, ("node_filesystem_avail_bytes",))
+    assert found["node-a"] == LiveBytes(nvme=5 * GIB)
     assert found["node-b"].host == 3 * GIB
 
 
@@ -233,7 +226,7 @@ def test_an_answer_of_another_kind_is_a_problem_and_no_figures(
     prometheus.raw = raw
     found = snapshot(prometheus, clock)
     assert "is not a Prometheus server" in found.problem
-    assert (found.nodes, found.pods, found.age_seconds) == ({}, {}, None)
+    assert (found.nodes, found.age_seconds) == ({}, None)
 
 
 def test_values_of_another_form_are_no_figures(prometheus: FakePrometheus, clock: Clock) -> None:
@@ -270,7 +263,10 @@ def test_a_huge_answer_is_not_read_to_its_end(
 
 def test_a_prometheus_without_our_series_is_a_problem(prometheus: FakePrometheus, clock: Clock) -> None:
     found = snapshot(prometheus, clock)
-    assert "has no series node_memory_MemAvailable_bytes with the label node" in found.problem
+    assert (
+        "has no series spillway_node_memory_available_bytes or node_memory_MemAvailable_bytes with the label node"
+        in found.problem
+    )
     assert found.age_seconds == 0.0
 
 
@@ -331,7 +327,7 @@ def test_figures_are_given_up_after_ten_minutes(prometheus: FakePrometheus, cloc
     source = with_source(prometheus, clock)
     assert source.snapshot(clock.now + metrics_source.FORGET_SECONDS).nodes
     old = source.snapshot(clock.now + metrics_source.FORGET_SECONDS + 1.0)
-    assert (old.nodes, old.pods) == ({}, {})
+    assert old.nodes == {}
     assert old.age_seconds == metrics_source.FORGET_SECONDS + 1.0
 
 
@@ -344,7 +340,7 @@ def test_the_age_counts_from_before_the_questions(prometheus: FakePrometheus, cl
 
 def test_nobody_listening_is_a_problem_that_shows_no_credentials(clock: Clock, unused_tcp_port: int) -> None:
     async def run() -> MetricsSnapshot:
-        source = MetricsSource(f"http://user:secret@127.0.0.1:{unused_tcp_port}", clock=clock)
+        source = MetricsSource(Access(f"http://user:secret@127.0.0.1:{unused_tcp_port}"), clock=clock)
         async with aiohttp.ClientSession() as session:
             await source.read(session)
         return source.snapshot()
@@ -362,7 +358,7 @@ def test_a_prometheus_that_hangs_is_given_up(prometheus: FakePrometheus, clock: 
         application.router.add_get("/api/v1/query", prometheus.answer)
         timeout = aiohttp.ClientTimeout(total=0.1)
         async with TestServer(application) as server, aiohttp.ClientSession(timeout=timeout) as session:
-            source = MetricsSource(str(server.make_url("")), clock=clock)
+            source = MetricsSource(Access(str(server.make_url("")).rstrip("/")), clock=clock)
             async with asyncio.timeout(HANG_SECONDS):
                 await source.read(session)
             prometheus.answers.set()
@@ -382,7 +378,7 @@ def test_an_error_that_nobody_foresaw_is_a_problem_and_no_end(
 
 
 def test_before_the_first_reading_there_is_nothing_and_it_is_said() -> None:
-    found = MetricsSource("http://prometheus:9090").snapshot()
+    found = MetricsSource(Access("http://prometheus:9090")).snapshot()
     assert (found.nodes, found.age_seconds, found.problem) == ({}, None, "no reading yet")
 
 
@@ -405,8 +401,10 @@ def test_it_reads_again_every_interval(prometheus: FakePrometheus, clock: Clock)
         application = web.Application()
         application.router.add_get("/api/v1/query", prometheus.answer)
         async with TestServer(application) as server:
-            reading = asyncio.create_task(MetricsSource(str(server.make_url("")), 0.01, clock=clock).run())
-            await until(lambda: len(prometheus.queries) >= 3 * len(metrics_source.QUERIES))
+            reading = asyncio.create_task(
+                MetricsSource(Access(str(server.make_url("")).rstrip("/")), 0.01, clock=clock).run()
+            )
+            await until(lambda: len(prometheus.queries) >= 3 * len(metrics_source.QUESTIONS))
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
@@ -416,68 +414,92 @@ def test_it_reads_again_every_interval(prometheus: FakePrometheus, clock: Clock)
 # --- without Prometheus -----------------------------------------------------------------------------------------------
 
 PAGE = """\
-# HELP spillway_tier_bytes Bytes held per memory tier.
-# TYPE spillway_tier_bytes gauge
-spillway_tier_bytes{training_job="demo",rank="0",tier="device"} 10.0
-spillway_tier_bytes{training_job="demo",rank="1",tier="device"} 11.0
-spillway_tier_bytes{training_job="demo",rank="0",tier="nvme",namespace="kube-system",pod="etcd"} 5.0
-spillway_tier_bytes{training_job="demo",rank="0",tier="host"} NaN
+# TYPE spillway_node_memory_available_bytes gauge
+spillway_node_memory_available_bytes{node="node-z"} 5e9
+# TYPE spillway_node_memory_stalled_seconds counter
+spillway_node_memory_stalled_seconds_total{node="node-z"} 100.0
+# TYPE spillway_node_disk_free_bytes gauge
+spillway_node_disk_free_bytes{node="node-z",mountpoint="/var/lib/kubelet",storage_class="",drive="sda"} 7e9
+spillway_node_disk_free_bytes{node="node-z",mountpoint="/mnt/a",storage_class="fast",drive="sdb"} 9e9
+# TYPE spillway_node_device_free_bytes gauge
+spillway_node_device_free_bytes{node="node-z",gpu="0",UUID="GPU-0",GPU_I_ID=""} 3e9
+spillway_node_device_free_bytes{node="node-z",gpu="1",UUID="GPU-1",GPU_I_ID=""} NaN
 """
 
 
-def found_at_once(targets: Sequence[ScrapeTarget]) -> Callable[[], Awaitable[Sequence[ScrapeTarget]]]:
-    async def found() -> Sequence[ScrapeTarget]:
-        return targets
+class Exporters:
+    """Node exporters that answer with these pages; None = with an error."""
 
-    return found
+    def __init__(self, *pages: str | None) -> None:
+        self.pages = list(pages)
 
+    async def answer(self, request: web.Request) -> web.Response:
+        page = self.pages[int(request.match_info["number"])]
+        return web.Response(text=page) if page is not None else web.Response(status=500)
 
-def scraped(*pages: str | None) -> MetricsSnapshot:
-    """After one reading of pods that answer with these pages; None = with an error."""
+    def read(self, clock: Clock, *steps: Step) -> MetricsSnapshot:
+        """After one reading, and another after each step."""
 
-    async def run() -> MetricsSnapshot:
-        async def answer(request: web.Request) -> web.Response:
-            page = pages[int(request.match_info["number"])]
-            return web.Response(text=page) if page is not None else web.Response(status=500)
+        async def run() -> MetricsSnapshot:
+            application = web.Application()
+            application.router.add_get("/{number}/metrics", self.answer)
+            async with TestServer(application) as server, aiohttp.ClientSession() as session:
 
-        application = web.Application()
-        application.router.add_get("/{number}/metrics", answer)
-        async with TestServer(application) as server, aiohttp.ClientSession() as session:
-            targets = [
-                ScrapeTarget("team", f"demo-1-{number}", str(server.make_url(f"/{number}/metrics")), "node-a")
-                for number in range(len(pages))
-            ]
-            source = MetricsSource(targets=found_at_once(targets))
-            await source.read(session)
-            return source.snapshot()
+                async def found() -> Sequence[ScrapeTarget]:
+                    urls = [str(server.make_url(f"/{number}/metrics")) for number in range(len(self.pages))]
+                    return [ScrapeTarget(f"node-{number}", url) for number, url in enumerate(urls)]
 
-    return asyncio.run(run())
+                source = MetricsSource(targets=found, clock=clock)
+                await source.read(session)
+                for step in steps:
+                    await step(source, session)
+                    await source.read(session)
+                return source.snapshot()
 
-
-def test_pods_are_scraped_and_named_by_their_target_whatever_they_say() -> None:
-    found = scraped(PAGE)
-    assert found.pods == {("team", "demo-1-0"): TierFigures(device=21, nvme=5)}
-    assert (found.source, found.problem, found.nodes) == ("Scrape", "", {})
-    assert found.held_host_bytes == {"node-a": 21}, "on a CPU the device is host memory"
+        return asyncio.run(run())
 
 
-def test_a_pod_that_does_not_answer_does_not_hide_the_others() -> None:
-    found = scraped(PAGE, None, "no page of metrics {{{")
-    assert set(found.pods) == {("team", "demo-1-0")}
-    assert found.problem.startswith("pod team/demo-1-1: ")
-    assert "answers 500" in found.problem
-    assert found.problem.endswith("(and 1 more)")
+def test_an_exporter_is_scraped_and_its_node_is_its_targets_whatever_it_says(clock: Clock) -> None:
+    found = Exporters(PAGE).read(clock)
+    free = LiveBytes(devices=(3 * 10**9,), host=5 * 10**9, nvme=7 * 10**9, volumes={"fast": 9 * 10**9})
+    assert found.nodes == {"node-0": free}
+    assert (found.source, found.problem, found.age_seconds) == ("Scrape", "", 0.0)
 
 
-def test_a_huge_page_is_not_read_to_its_end() -> None:
-    found = scraped("#" * (2 * MIB))
-    assert found.pods == {}
-    assert "answers with more than 1 MiB" in found.problem
+@pytest.mark.parametrize(("seconds", "share"), [("103.0", 0.1), ("100.0", 0.0), ("900.0", 1.0), ("5.0", None)])
+def test_stalled_memory_is_its_growth_between_scrapes(clock: Clock, seconds: str, share: float | None) -> None:
+    exporters = Exporters(PAGE)
+
+    async def later(*_: object) -> None:
+        clock.now += 30.0
+        exporters.pages[0] = PAGE.replace("100.0", seconds)
+
+    assert exporters.read(clock, later).nodes["node-0"].memory_stalled == share
 
 
-def test_a_sum_of_ranks_stays_a_byte_count() -> None:
-    line = 'spillway_tier_bytes{rank="%d",tier="host"} 1e30\n'
-    assert scraped("".join(line % rank for rank in range(3))).pods["team", "demo-1-0"].host == MAX_BYTES
+def test_an_exporter_that_fails_counts_as_it_was_for_two_minutes_as_with_prometheus(clock: Clock) -> None:
+    exporters = Exporters(PAGE, PAGE)
+
+    async def fails(*_: object) -> None:
+        clock.now += 100.0
+        exporters.pages[1] = "no page of metrics {{{"
+
+    found = exporters.read(clock, fails)
+    assert (set(found.nodes), found.problem) == ({"node-0", "node-1"}, "")
+    clock.now = 0.0
+    exporters.pages[1] = PAGE
+    assert set(exporters.read(clock, fails, fails).nodes) == {"node-0"}
+
+
+def test_no_exporter_that_answers_is_a_problem(clock: Clock) -> None:
+    problem = Exporters(None, None).read(clock).problem
+    assert problem.startswith("the node exporter of node-0: ")
+    assert "answers 500" in problem
+    assert Exporters().read(clock).problem == "no node exporter runs in the operator's namespace"
+
+
+def test_a_huge_page_is_not_read_to_its_end(clock: Clock) -> None:
+    assert "answers with more than 1 MiB" in Exporters("#" * (2 * MIB)).read(clock).problem
 
 
 @pytest.fixture
@@ -490,15 +512,82 @@ def unused_tcp_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-def test_pods_that_run_and_have_a_metrics_port_are_scraped() -> None:
-    ports = [{"name": "metrics", "containerPort": 9400}]
-    container = {"ports": ports, "resources": {"limits": {"memory": "1Gi", "nvidia.com/gpu": "2"}}}
+def test_exporters_that_run_on_a_node_and_have_a_metrics_port_are_scraped() -> None:
     pod = {
-        "metadata": {"namespace": "team", "name": "demo-1-0"},
-        "spec": {"nodeName": "node-a", "containers": [container]},
+        "metadata": {"namespace": "system", "name": "exporter-x"},
+        "spec": {"nodeName": "node-a", "containers": [{"ports": [{"name": "metrics", "containerPort": 9402}]}]},
         "status": {"phase": "Running", "podIP": "10.0.0.7"},
     }
-    wanted = ScrapeTarget("team", "demo-1-0", "http://10.0.0.7:9400/metrics", "node-a", device_is_host_memory=False)
-    assert target_of(pod) == wanted
+    assert target_of(pod) == ScrapeTarget("node-a", "http://10.0.0.7:9402/metrics")
+    assert target_of({**pod, "status": {"phase": "Running", "podIP": "fd00::7"}}) == ScrapeTarget(
+        "node-a", "http://[fd00::7]:9402/metrics"
+    )
     assert target_of({**pod, "status": {"phase": "Pending"}}) is None
     assert target_of({**pod, "spec": {"containers": [{}]}}) is None
+
+
+# --- access to Prometheus ---------------------------------------------------------------------------------------------
+
+
+def test_every_request_carries_the_token_that_its_file_has_now(clock: Clock, tmp_path: Path) -> None:
+    sent, file = [], tmp_path / "token"
+    file.write_text("first\n", encoding="utf-8")
+
+    async def answer(request: web.Request) -> web.Response:
+        sent.append(request.headers["Authorization"])
+        return web.json_response({"status": "success", "data": {"resultType": "vector", "result": []}})
+
+    async def run() -> str:
+        application = web.Application()
+        application.router.add_get("/api/v1/query", answer)
+        async with TestServer(application) as server, aiohttp.ClientSession() as session:
+            source = MetricsSource(Access(str(server.make_url("")).rstrip("/"), token_file=file), clock=clock)
+            await source.read(session)
+            file.write_text("second", encoding="utf-8")
+            await source.read(session)
+            file.unlink()
+            await source.read(session)
+            return source.snapshot().problem
+
+    assert "the token for Prometheus cannot be read: " in asyncio.run(run())
+    assert sorted(sent) == ["Bearer first"] * 4 + ["Bearer second"] * 4
+
+
+def test_a_prometheus_with_an_authority_of_its_own_is_trusted_only_if_that_is_named(
+    prometheus: FakePrometheus, clock: Clock, tmp_path: Path
+) -> None:
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost "
+        "-addext subjectAltName=DNS:localhost -keyout tls.key -out tls.crt"
+    )
+    subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "tls.crt", tmp_path / "tls.key")
+    prometheus.node("node-a", 2.0)
+
+    async def problem(port: int, ca_file: Path | None) -> str:
+        source = MetricsSource(Access(f"https://localhost:{port}", ca_file=ca_file), clock=clock)
+        reading = asyncio.create_task(source.run())
+        await until(lambda: source.snapshot().problem != "no reading yet")
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        return source.snapshot().problem
+
+    async def run() -> tuple[str, str]:
+        application = web.Application()
+        application.router.add_get("/api/v1/query", prometheus.answer)
+        server = TestServer(application)
+        await server.start_server(ssl=context)
+        assert server.port is not None
+        found = await problem(server.port, None), await problem(server.port, tmp_path / "tls.crt")
+        await server.close()
+        return found
+
+    unnamed, named = asyncio.run(run())
+    assert "certificate" in unnamed.lower()
+    assert named == ""
+
+
+def test_matchers_select_in_every_series_of_every_question() -> None:
+    for question in metrics_source.QUESTIONS:
+        assert question('cluster="a"').count('cluster="a"') == question().count('node!=""')

@@ -230,10 +230,10 @@ def test_a_pending_deadline_ends_an_attempt_whose_pods_never_ran(pod: dict[str, 
 
 def test_a_refused_spec_waits_no_longer_than_the_pending_deadline() -> None:
     world = World(lifecycle={"pendingDeadlineSeconds": 60})
-    world.edit(command=["train.py"])
+    world.edit(checkpoint={"resume": "Never"})
     course(world, 80, every=10)
     assert world.condition("Failed")["reason"] == "PendingDeadlineExceeded"
-    assert "spec.command" in world.condition("Failed")["message"]
+    assert "spec.checkpoint.resume" in world.condition("Failed")["message"]
 
 
 def test_suspended_time_and_pauses_between_restarts_are_not_waiting() -> None:

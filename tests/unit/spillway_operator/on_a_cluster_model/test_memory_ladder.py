@@ -50,10 +50,10 @@ def test_attempt_that_ran_out_of_memory_is_followed_by_another_plan() -> None:
     assert after.bytes[Tier.DEVICE].total >= 1.25 * before.budget[Tier.DEVICE]
     (one,) = escalations(world)
     assert (one["attempt"], one["reason"]) == (1, "DeviceOutOfMemory")
-    assert one["change"].startswith("everything where it was, with more room, device ")
+    assert one["change"].startswith("the same placement with more memory, device ")
     counted = world.status["attempts"]
     assert (counted["restarts"], counted["memoryErrors"], counted["total"]) == (0, 1, 2)
-    assert "counts 1.31 times: attempt 1 ran out of" in world.status["plan"]["summary"]
+    assert "multiplied by 1.31: attempt 1 ran out at" in world.status["plan"]["summary"]
 
 
 def test_a_killed_pod_is_followed_by_a_larger_one() -> None:
@@ -125,7 +125,7 @@ def test_mode_advise_says_what_auto_would_do_and_changes_nothing() -> None:
     assert world.status["attempts"]["total"] == 1
     (one,) = escalations(world)
     assert one["change"].startswith("mode Auto would replan: ")
-    assert one["change"].endswith("a step predicted")
+    assert one["change"].endswith("per step")
 
 
 def test_mode_disabled_ends_with_the_trainers_own_sentence() -> None:

@@ -53,19 +53,32 @@ TOKENS: dict[str, dict[str, Any]] = {
 }
 
 
+def self_signed(folder: Path, days: int) -> Path:
+    command = (
+        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days {days} -subj /CN=localhost "
+        f"-addext subjectAltName=IP:127.0.0.1 -keyout {folder}/tls.key -out {folder}/tls.crt"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True)
+    shutil.copy(folder / "tls.crt", folder / "ca.crt")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two directories as the Secret would be mounted: one/ and two/."""
     folder = tmp_path_factory.mktemp("tls")
     for name in ("one", "two"):
         (folder / name).mkdir()
-        command = (
-            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost "
-            f"-addext subjectAltName=IP:127.0.0.1 -keyout {folder}/{name}/tls.key -out {folder}/{name}/tls.crt"
-        )
-        subprocess.run(command.split(), check=True, capture_output=True)
-        shutil.copy(folder / name / "tls.crt", folder / name / "ca.crt")
+        self_signed(folder / name, 2)
     return folder
+
+
+@pytest.mark.parametrize("days", [2, 20000])  # since 2050 the time is written with four digits
+def test_the_certificates_expiry_is_what_openssl_says(days: int, tmp_path: Path) -> None:
+    made = self_signed(tmp_path, days)
+    command = ["openssl", "x509", "-enddate", "-noout", "-in", made / "tls.crt"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert Certificate(made).expiry == ssl.cert_time_to_seconds(said.strip().removeprefix("notAfter="))
 
 
 class Bench:

@@ -241,8 +241,8 @@ def test_a_choice_says_what_goes_where_and_what_it_costs() -> None:
     storages = [replace(each, rebuild_seconds=0.25) for each in FOUR]
     reason = chosen(storages, replace(ROOMY, nvme_bytes=0)).reason
     assert reason == (
-        "2.00 MiB in 2 storages kept, 2.00 MiB in 2 storages rebuilt; 0 µs of waiting and 500 ms of rebuilding in a "
-        "step of 11 s; a MiB is rebuilt for up to 250 ms; 2.00 MiB of 2.00 MiB on the device"
+        "2.00 MiB in 2 storages kept, 2.00 MiB in 2 storages recomputed; 0 µs of waiting and 500 ms of recomputation "
+        "in a step of 11 s; recomputing a MiB may take up to 250 ms; peak 2.00 MiB of 2.00 MiB on the device"
     )
 
 
@@ -266,7 +266,9 @@ def test_a_storage_that_is_larger_than_the_device_is_named() -> None:
     storages = [FOUR[0], replace(FOUR[1], nbytes=5 * MIB), *FOUR[2:]]
     found = choose(storages, ROOMY)
     assert found == NoChoice(
-        3 * MIB, "saved storage 1 takes 5.00 MiB while it is made, and the device has 2.00 MiB for saved storages"
+        3 * MIB,
+        "storage 1 of the tensors saved for backward takes 5.00 MiB on the device when it is made, but the device has "
+        "only 2.00 MiB for them",
     )
 
 
@@ -275,8 +277,8 @@ def test_what_fits_nowhere_is_refused_with_what_is_missing() -> None:
     assert isinstance(found, NoChoice)
     assert found.missing_bytes == MIB
     assert found.reason == (
-        "4.00 MiB in 4 storages fit nowhere: 0 B of them can be rebuilt, and there may be on the device 2.00 MiB, host "
-        "memory 0 B, NVMe 1.00 MiB; 1.00 MiB or more are missing"
+        "4.00 MiB in 4 storages do not fit: 0 B can be recomputed, and the limits are 2.00 MiB on the device, 0 B in "
+        "host memory, 1.00 MiB on NVMe; at least 1.00 MiB are missing"
     )
 
 

@@ -96,7 +96,7 @@ def test_late_commit_is_listed_outside_the_lineage(tmp_path: Path) -> None:
 def test_superseded_epoch_cannot_commit(tmp_path: Path) -> None:
     zombie = history(tmp_path, (1, (10,)))
     Epoch.start(tmp_path, 2)
-    with pytest.raises(Fenced, match="epoch 2 owns the run"):
+    with pytest.raises(Fenced, match="attempt 2 has taken over the run"):
         commit(zombie, 20)
 
 

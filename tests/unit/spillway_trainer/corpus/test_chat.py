@@ -118,7 +118,9 @@ def test_tools_and_further_arguments_reach_the_template(tmp_path: Path) -> None:
     template = UNMARKED["chatml"] + "{% if think %}T{% endif %}{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
     chat = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "no", "refusal": None}]
     line = {"messages": chat, "tools": [{"name": "f"}], "chat_template_kwargs": {"think": True}}
-    with pytest.raises(UserError, match=r"messages\[1\]: the template renders the messages up to here as 'Tf'"):
+    with pytest.raises(
+        UserError, match=r"messages\[1\]: the messages up to this one, rendered alone, continue with 'Tf'"
+    ):
         ours(tmp_path, "chatml", template, [line])
     marked = template.replace(UNMARKED["chatml"], MARKED["chatml"])
     ((tokens, _),) = ours(tmp_path, "chatml", marked, [line])
@@ -130,30 +132,30 @@ GOOD = {"messages": [USER, ASSISTANT]}
 FORGETS = "{% for m in messages if m.role == 'user' or m == messages[-1] %}{{ m.content }}\n{% endfor %}"
 """As templates that take the reasoning out of earlier responses."""
 BAD: dict[str, tuple[str | None, Any, str]] = {
-    "no JSON": (MARKED["gemma"], "{nothing", r"no JSON: .*needed is \{\"messages\""),
-    "no UTF-8": (MARKED["gemma"], b"\xff\xfe{".decode("latin-1"), "no JSON"),
+    "no JSON": (MARKED["gemma"], "{nothing", r"not valid JSON: .*each line must be \{\"messages\""),
+    "no UTF-8": (MARKED["gemma"], b"\xff\xfe{".decode("latin-1"), "not valid JSON"),
     "no object": (MARKED["gemma"], "7", "found int"),
     "other fields": (MARKED["gemma"], {"text": "yes", "id": 1}, "found text, id"),
     "half a pair": (MARKED["gemma"], {"prompt": "yes", "completion": [ASSISTANT]}, "found prompt, completion"),
-    "a message of text": (MARKED["gemma"], {"messages": ["yes"]}, r"messages\[0\]: needed is .*found yes"),
-    "a message without role": (MARKED["gemma"], {"messages": [USER, {"content": "no"}]}, r"messages\[1\]: needed is"),
+    "a message of text": (MARKED["gemma"], {"messages": ["yes"]}, r"messages\[0\]: must be .*found yes"),
+    "a message without role": (MARKED["gemma"], {"messages": [USER, {"content": "no"}]}, r"messages\[1\]: must be"),
     "no message": (MARKED["gemma"], {"messages": []}, "messages: is empty"),
-    "no response": (UNMARKED["chatml"], {"messages": [USER]}, "no response of the assistant to learn from"),
-    "no marked response": (MARKED["chatml"], {"messages": [USER]}, "no response of the assistant to learn from"),
+    "no response": (UNMARKED["chatml"], {"messages": [USER]}, "no message of the assistant"),
+    "no marked response": (MARKED["chatml"], {"messages": [USER]}, "no message of the assistant"),
     "order": (MARKED["gemma"], {"messages": [USER, USER, ASSISTANT]}, "model: Conversation roles must alternate"),
     "system": (MARKED["gemma"], {"messages": [{"role": "system"}, USER]}, "model: System role not supported"),
     "first": (UNMARKED["gemma"], {"messages": [ASSISTANT]}, "model: Conversation roles must alternate"),
-    "alone": (FORGETS + "{{ messages[1].content }}", GOOD, r"messages\[1\]: .*mark it in the template: {% gen"),
+    "alone": (FORGETS + "{{ messages[1].content }}", GOOD, r"messages\[1\]: .*mark responses .* {% gen"),
     "forgets": (FORGETS, {"messages": [*GOOD["messages"], USER, USER | {"role": "assistant"}]}, r"messages.1.: .*'no"),
     "no content": (MARKED["chatml"], {"messages": [USER, {"role": "assistant"}]}, "rejected by the chat template of"),
     "bad template": ("{% if %}", GOOD, "rejected by the chat template of .*model"),
     "no template": (None, GOOD, "messages need a chat template, and .*model has none"),
     "special": (MARKED["gemma"], {"messages": [USER, {"role": "assistant", "content": "a<bos>"}]},
-                r"messages\[1\]: spells out <bos>, a special token"),
-    "special tool": (MARKED["gemma"], GOOD | {"tools": [{"f": {"<eos>": 1}}]}, r"tools\[0\]: spells out <eos>"),
+                r"messages\[1\]: contains the special token <bos>"),
+    "special tool": (MARKED["gemma"], GOOD | {"tools": [{"f": {"<eos>": 1}}]}, r"tools\[0\]: contains .* <eos>"),
     "no arguments": (MARKED["gemma"], GOOD | {"chat_template_kwargs": 7}, "not rendered by .*model: TypeError"),
-    "special text": (None, {"prompt": "a", "completion": "b<|im_end|>"}, r"completion: spells out <\|im_end\|>"),
-    "no token": (None, {"prompt": "", "completion": ""}, "the response has no token"),
+    "special text": (None, {"prompt": "a", "completion": "b<|im_end|>"}, r"completion: contains .* <\|im_end\|>"),
+    "no token": (None, {"prompt": "", "completion": ""}, "the response is empty"),
 }  # fmt: skip
 
 
@@ -209,7 +211,7 @@ def test_a_child_builds_it_and_says_how_many_labels_there_are(tmp_path: Path) ->
         for line in said
     )
     write_lines(tmp_path / "chats.jsonl", ["nothing"])
-    with pytest.raises(UserError, match=r"chats\.jsonl:1: no JSON"):
+    with pytest.raises(UserError, match=r"chats\.jsonl:1: not valid JSON"):
         prepare_corpus(
             text_source(tmp_path / "chats.jsonl", "spec.data.chat"), tmp_path / "other", VOCABULARY, silent, recipe
         )
@@ -237,7 +239,7 @@ def test_a_corpus_is_used_again_only_with_all_that_it_was_made_from(tmp_path: Pa
     else:
         (path,) = (tmp_path / "corpus").glob(f"{change}*.bin")
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-        sentence = f"{path.name}: not the tokens that were built"
+        sentence = f"{path.name}: its content has changed since it was built"
     with pytest.raises(UserError, match=sentence):
         open_corpus(tmp_path / "corpus", source, VOCABULARY, recipe).is_label(0, 1)
 
@@ -245,7 +247,7 @@ def test_a_corpus_is_used_again_only_with_all_that_it_was_made_from(tmp_path: Pa
 def test_a_tokenizer_larger_than_the_model_is_rejected_before_anything_is_encoded(tmp_path: Path) -> None:
     recipe = TokenizerRecipe(model_directory=model_directory(tmp_path / "model", "gemma", MARKED["gemma"]))
     source = text_source(write_lines(tmp_path / "chats.jsonl", ["no JSON"]), "spec.data.chat")
-    with pytest.raises(UserError, match=r"tokenizer\.json: has \d+ tokens, the model's vocabSize is 100"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: has \d+ tokens, but the model's vocabSize is 100"):
         build_corpus(source, tmp_path / "corpus", 100, silent, recipe)
 
 
@@ -273,8 +275,8 @@ def test_a_document_is_a_row_with_the_labels_of_its_responses(tmp_path: Path) ->
     num_cut = sum(len(tokens) > T + 1 for tokens, _ in documents)
     assert num_cut and num < 30, "the case covers both"
     assert batches.cut == (
-        f"chats: {num_cut} of 30 are longer than sequenceLength {T} and are cut; {30 - num} have no response within it "
-        "and are left out"
+        f"chats: {num_cut} of 30 are longer than training.sequenceLength {T} and are cut; {30 - num} have no response "
+        "within that length and are left out"
     )
     assert TokenBatches(corpus, 10_000, seed=3).cut == ""
 

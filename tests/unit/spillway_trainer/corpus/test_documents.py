@@ -94,7 +94,7 @@ def test_a_corpus_is_used_again_without_a_call_and_not_for_another_function(
     monkeypatch.setattr(documents, "function_of", None)
     again = prepare_corpus(entry_point(CHATS), tmp_path / "corpus", VOCABULARY, silent, recipe)
     assert again.fingerprint == expected
-    with pytest.raises(UserError, match=r"the text has changed: cases\.user_data:tokens"):
+    with pytest.raises(UserError, match=r"but the data is now cases\.user_data:tokens"):
         open_corpus(tmp_path / "corpus", entry_point(TOKENS), VOCABULARY, recipe)
     with pytest.raises(UserError, match="with another chat template"):
         open_corpus(tmp_path / "corpus", entry_point(CHATS), VOCABULARY, recipe_in(tmp_path, UNMARKED["llama3"]))
@@ -102,7 +102,9 @@ def test_a_corpus_is_used_again_without_a_call_and_not_for_another_function(
 
 def test_messages_and_tokens_need_a_model_that_can_learn_them(tmp_path: Path) -> None:
     for name in (CHATS, TOKENS):
-        with pytest.raises(UserError, match=r"chat and tokens need spec\.model\.source"):
+        with pytest.raises(
+            UserError, match=r"chat and tokens need the tokenizer of a model directory; set spec\.model\.source"
+        ):
             build_corpus(entry_point(name), tmp_path / "corpus", VOCABULARY, silent)
     recipe = recipe_in(tmp_path)
     corpus = built(tmp_path / "corpus", entry_point(CHATS), recipe)
@@ -119,18 +121,18 @@ BAD = {
     "raises": "raised FileNotFoundError after 1 document: no such shard",
     "quits": "raised SystemExit after 1 document: enough",
     "nothing": "returned no document",
-    "a_string": "returned str; needed is an iterable, or a sequence, of a string",
-    "splits": "returned dict of train, test: return one of them; needed is",
-    "numbers": "document 1: needed is a string, .*; found int 3",
+    "a_string": "returned str; the function must return an iterable or a sequence, each item a string",
+    "splits": "returned dict of train, test: return one of them; the function must return",
+    "numbers": "document 1: must be a string, .*; found int 3",
     "mixed": "document 2 is chat, those before it are not",
     "no_json": "document 1: cannot be written as JSON: ",
-    "no_response": "document 2: messages: no response of the assistant",
-    "large_token": r"document 2: input_ids\[1\] is 1000000, and the tokenizer of spec.model.source has \d+ tokens",
-    "float_token": r"document 1: input_ids\[0\] is 1\.0, of type float; tokens are whole numbers",
-    "batch_of_tokens": r"document 1: input_ids\[0\] is \[1, 2, 3\]: a list in the list; give the tokens",
-    "wrong_label": r"document 1: labels\[1\] is 1; needed is input_ids\[1\], 2, or -100",
-    "short_labels": "document 1: labels: 1 for 2 input_ids",
-    "no_label": "document 1: input_ids: none after the first is a label",
+    "no_response": "document 2: messages: no message of the assistant",
+    "large_token": r"document 2: input_ids\[1\] is 1000000, but the tokenizer of spec.model.source has only \d+ tokens",
+    "float_token": r"document 1: input_ids\[0\] is 1\.0, of type float; tokens must be whole numbers",
+    "batch_of_tokens": r"document 1: input_ids\[0\] is \[1, 2, 3\]: a nested list; give the tokens",
+    "wrong_label": r"document 1: labels\[1\] is 1; it must be input_ids\[1\], 2, or -100",
+    "short_labels": "document 1: labels: there are 1 labels for 2 input_ids",
+    "no_label": "document 1: labels: no token after the first is a label",
 }
 
 
@@ -144,8 +146,8 @@ def test_what_a_function_does_wrong_is_named_and_nothing_is_left(tmp_path: Path,
 
 ENDS = {
     "hangs": "no document in 600 s; the log says where it hangs",
-    "eats": r"took more than 2\.00 GiB of memory; yield one document after the other",
-    "dies": "killed, most likely for the memory it took",
+    "eats": r"used more than 2\.00 GiB of memory; yield documents one by one",
+    "dies": "killed, most likely because it used too much memory",
     "exits": "ended the process with code 7",
     "leaves": "ended the process with code 0",
     "leaves_as_an_error": "ended the process with code 64",
@@ -211,7 +213,7 @@ def test_a_function_that_never_ends_leaves_as_much_disk_as_it_fills(
 ) -> None:
     monkeypatch.setattr(documents, "SAY_SECONDS", 0.0)
     monkeypatch.setattr(documents.shutil, "disk_usage", lambda _: SimpleNamespace(free=200_000))
-    with pytest.raises(UserError, match=r"so far, 19[56] KiB, and .* has 195 KiB free: return fewer"):
+    with pytest.raises(UserError, match=r"so far, 19[56] KiB, but .* has only 195 KiB free; return fewer"):
         documents.written_documents(entry_point("cases.user_data:endless"), tmp_path, silent)
 
 

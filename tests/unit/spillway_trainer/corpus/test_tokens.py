@@ -278,9 +278,9 @@ def lost_index(corpus: Path, text: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (changed_text, "the text has changed"),
-        (another_file, "the text has changed"),
-        (changed_tokenizer, "not the tokenizer that made the shards"),
+        (changed_text, "or its content has changed"),
+        (another_file, "or its content has changed"),
+        (changed_tokenizer, "not the tokenizer that made the tokens"),
         (lost_shard, "found no file"),
         (short_shard, "found 10"),
         (changed_index, "expected the index of a corpus, found hash"),
@@ -302,7 +302,7 @@ def test_model_with_a_smaller_vocabulary_is_refused_with_both_numbers(tmp_path: 
     root = write(tmp_path / "text", a__py=CODE)
     corpus = built(root, tmp_path / "corpus")
     assert corpus.index.vocab_size == 300
-    with pytest.raises(UserError, match="has 300 tokens, the model's vocabSize is 299"):
+    with pytest.raises(UserError, match="has 300 tokens, but the model's vocabSize is 299"):
         open_corpus(tmp_path / "corpus", text_source(root), 299)
 
 
@@ -433,7 +433,9 @@ def test_a_child_builds_with_a_given_tokenizer_too(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     source = text_source(write(tmp_path / "text", a__txt=TEXT))
-    with pytest.raises(UserError, match=r"tokenizer\.json: No such file .* that its weights were trained with"):
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json: No such file .* that the weights in this directory were trained with"
+    ):
         build_corpus(source, tmp_path / "corpus", 1000, silent, TokenizerRecipe(model_directory=tmp_path / "model"))
 
 
@@ -487,7 +489,9 @@ def test_evaluation_text_that_has_changed_is_rejected(tmp_path: Path) -> None:
     write(tmp_path / "held", a__txt=TEXT)
     with_evaluation(tmp_path)
     (tmp_path / "held" / "a.txt").write_text(TEXT.replace("fox", "cat"))
-    with pytest.raises(UserError, match=r"corpus/evaluation: built from .*; the text has changed"):
+    with pytest.raises(
+        UserError, match=r"corpus/evaluation: built from .*, but the data is now .*, or its content has changed"
+    ):
         with_evaluation(tmp_path)
 
 

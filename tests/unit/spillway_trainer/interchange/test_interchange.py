@@ -130,7 +130,7 @@ def test_llama_export_uses_class_names_and_both_names_of_tied_weights(tmp_path: 
 @pytest.mark.parametrize("form", ["universal", "dcp"])
 def test_export_never_overwrites(tmp_path: Path, form: Any) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="out: exists already"):
+    with pytest.raises(UserError, match="out: already exists"):
         export_states(our_checkpoint(tmp_path).path, tmp_path / "out", form)
 
 
@@ -157,13 +157,13 @@ def test_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
 def test_states_of_another_rule_have_no_place(tmp_path: Path) -> None:
     tensors = {"master.a": torch.zeros(2), "momentum.a": torch.zeros(2)}
     checkpoint = save(Epoch.start(tmp_path, 1), training_state(4), iter(tensors.items()))
-    with pytest.raises(UserError, match=r"a has the states master, momentum; .* AdamW and Adam only"):
+    with pytest.raises(UserError, match=r"a has the states master, momentum; .* only those of AdamW and Adam"):
         export_states(checkpoint.path, tmp_path / "out", "universal")
 
 
 def test_betas_that_changed_on_the_way_cannot_be_said(tmp_path: Path) -> None:
     checkpoint = our_checkpoint(tmp_path, scalars=POWERS | {"beta2_power": 0.5})
-    with pytest.raises(UserError, match=r"beta2_power is 0.5, .* the betas have changed"):
+    with pytest.raises(UserError, match=r"beta2_power is 0.5, .* the betas were changed"):
         export_states(checkpoint.path, tmp_path / "out", "dcp", betas=BETAS)
 
 
@@ -295,7 +295,7 @@ def test_a_changed_value_is_never_read(foreign_directory: Path) -> None:
             entry = next(one for one in archive.infolist() if "/data/" in one.filename)
             needle = archive.read(entry)[:8]
     flip(path, content.index(needle))
-    with pytest.raises(UserError, match=re.escape(path.name) + ": no whole file"):
+    with pytest.raises(UserError, match=re.escape(path.name) + ": not a complete file"):
         read_all(foreign_directory)
 
 
@@ -345,14 +345,14 @@ def list_for_dict(state: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (wrong_dtype, r"rank_1.*group 0: exp_avg: bfloat16 there, and checkpoints hold float32"),
+        (wrong_dtype, r"rank_1.*group 0: exp_avg: its type is bfloat16, but only float32"),
         (another_rule, r"rank_1.*group 1 holds momentum_buffer: not what AdamW keeps"),
         (no_moments, r"rank_1.*no moments in it: they were on NVMe"),
-        (another_step, r"3 of group 0 in bf16_zero_pp_rank_0.*and 7 of group 0 in bf16_zero_pp_rank_1"),
+        (another_step, r"3 of group 0 in bf16_zero_pp_rank_0.*but 7 of group 0 in bf16_zero_pp_rank_1"),
         (broken_step, r"rank_1.*step: expected a number of steps, found 2\.5"),
-        (too_short, r"values in flat group 0 for parameters of 51"),
-        (another_stage, r"rank_1.*of ZeRO stage 3, those of other ranks of stage 2"),
-        (no_states, r"rank_1.*not laid out as DeepSpeed does \(no 'single_partition_of_fp32_groups'\)"),
+        (too_short, r"flat group 0 has \d+ values, but its parameters have 51"),
+        (another_stage, r"rank_1.*with ZeRO stage 3, but files of other ranks with stage 2"),
+        (no_states, r"rank_1.*not in the layout of DeepSpeed \(no 'single_partition_of_fp32_groups'\)"),
         (list_for_dict, r"rank_1"),
     ],
 )
@@ -367,7 +367,7 @@ def test_wrong_zero_states_are_refused(tmp_path: Path, change: Any, sentence: st
 def test_zero_without_the_states_of_a_rank_is_refused(tmp_path: Path) -> None:
     path, _ = changed_zero(tmp_path / "t", rank=1)
     path.unlink()
-    with pytest.raises(UserError, match="1 ranks' optimizer states of 2"):
+    with pytest.raises(UserError, match="has the optimizer states of 1 ranks, but the run had 2"):
         open_foreign(tmp_path / "t")
 
 
@@ -375,7 +375,7 @@ def test_zero_without_the_states_of_a_rank_is_refused(tmp_path: Path) -> None:
     ("name", "sentence"),
     [
         ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "of a model-parallel run"),
-        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "is of rank 1, too"),
+        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "is also of rank 1"),
         ("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "no optimizer states of rank 2"),
         ("layer_01-model_00-model_states.pt", "written with pipeline or expert parallelism"),
     ],
@@ -398,7 +398,7 @@ def test_latest_names_the_tag_and_never_leaves_the_checkpoint(tmp_path: Path) ->
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: there is no such directory"):
+    with pytest.raises(UserError, match="nowhere: no such directory"):
         open_foreign(tmp_path / "nowhere")
     with pytest.raises(UserError, match="no checkpoint with optimizer states in a known format"):
         open_foreign(tmp_path)
@@ -440,10 +440,10 @@ def nowhere(metadata: Any) -> None:
     ("change", "sentence"),
     [
         (outside, "names a file outside the checkpoint"),
-        (transformed, "stored transformed"),
+        (transformed, "stored in a transformed form"),
         (twice, r"model\.a\.bias: its 2 chunks do not make up a tensor of \(3,\)"),
         (overlapping, r"model\.a\.bias: its 2 chunks do not make up a tensor of \(3,\)"),
-        (nowhere, "the metadata do not say where it is"),
+        (nowhere, "the metadata does not say where it is"),
     ],
 )
 def test_wrong_distributed_metadata_are_refused(distributed: Path, change: Any, sentence: str) -> None:
@@ -457,7 +457,7 @@ def test_wrong_distributed_metadata_are_refused(distributed: Path, change: Any, 
     [
         (["model.a"], "no optimizer states"),
         (["x.state.a.exp_avg", "y.state.a.exp_avg"], "states of 2 optimizers"),
-        (["state.a.exp_avg", "state.a.exp_avg_sq", "a"], "holds exp_avg, exp_avg_sq: AdamW keeps"),
+        (["state.a.exp_avg", "state.a.exp_avg_sq", "a"], "has exp_avg, exp_avg_sq, but only states of Adam and AdamW"),
         (["state.a.exp_avg", "state.a.exp_avg_sq", "state.a.step"], "weights of all of them .* found none"),
         (["state.a.exp_avg", "state.a.exp_avg_sq", "state.a.step", "m.a", "n.a"], "found 'm.', 'n.'"),
     ],
@@ -478,7 +478,7 @@ def test_prefixes_of_keys_are_the_writers(model: str, optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("shapes", "sentence"),
     [
-        ({**SHAPES, "c": (1,)}, r"1 parameters differ, first\n  c: absent there, \(1,\) in the job"),
+        ({**SHAPES, "c": (1,)}, r"1 parameters differ, the first:\n  c: absent there, \(1,\) in the job"),
         ({**SHAPES, "a.bias": (4,)}, r"a\.bias: \(3,\) there, \(4,\) in the job"),
         ({name: shape for name, shape in SHAPES.items() if name != "scale"}, "scale: trained there, not in the job"),
     ],
@@ -500,13 +500,13 @@ def job(directory: Path, **training: Any) -> JobFile:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"num_steps": 2}, "2 steps of the run and 3 updates of its optimizer; these files are of two checkpoints"),
-        ({"num_steps": 12}, "12 steps are trained there, of 12 that the job has"),
+        ({"num_steps": 2}, "the run has 2 steps, but its optimizer has 3 updates; these files belong to two"),
+        ({"num_steps": 12}, "12 steps are already trained there, but the job has only 12"),
         (
             {"betas": (0.9, 0.999)},
-            r"made with betas \(0\.9, 0\.999\), .*optimizer\.betas are \(0\.9, 0\.95\)",
+            r"computed with betas \(0\.9, 0\.999\), .*optimizer\.betas are \(0\.9, 0\.95\)",
         ),
-        ({}, r"made for another model; 42 parameters differ"),
+        ({}, r"belongs to another model; 42 parameters differ"),
     ],
 )
 def test_import_refuses_what_the_job_cannot_go_on_from_and_writes_nothing(
@@ -521,7 +521,8 @@ def test_import_refuses_what_the_job_cannot_go_on_from_and_writes_nothing(
 
 def test_import_into_a_job_of_another_rule_is_refused(tmp_path: Path) -> None:
     write_zero(tmp_path / "t", 1, 2, states())
-    with pytest.raises(UserError, match=r"optimizer\.name = Lion: keeps master, exp_avg; .* use AdamW or Adam"):
+    said = r"optimizer\.name = Lion: its states are master, exp_avg, but only .* use AdamW or Adam"
+    with pytest.raises(UserError, match=said):
         import_into(job(tmp_path, optimizer=Optimizer(name="Lion")), open_foreign(tmp_path / "t"), print)
 
 

@@ -140,6 +140,9 @@ class Clockwork:
             self.ends.append(self.ends_to_come.pop(second))
             self.running.discard(self.ends[-1].rank)
 
+    def still_saves(self) -> bool:
+        return False
+
     def signal(self, number: int) -> None:
         self.sent.append((self.now, number))
         if number == signal.SIGKILL:
@@ -201,7 +204,7 @@ def test_ranks_without_metrics_get_no_port() -> None:
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"name": "x"}'])
 def test_a_damaged_job_file_is_a_sentence(tmp_path: Path, content: str) -> None:
     (tmp_path / "job.json").write_text(content)
-    with pytest.raises(UserError, match="no job file"):
+    with pytest.raises(UserError, match="not a job file"):
         read_layout(tmp_path / "job.json")
 
 
@@ -238,7 +241,7 @@ def test_several_nodes_need_a_port_to_meet(tmp_path: Path) -> None:
 def test_a_field_that_cannot_be_is_named(tmp_path: Path, name: str, value: object) -> None:
     content = {"name": "x", "epoch": 1, "termination_message_path": "/dev/null", name: value}
     (tmp_path / "job.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=f"{name} = {re.escape(repr(value))}: a (number|text)"):
+    with pytest.raises(UserError, match=f"{name} = {re.escape(repr(value))}: must be a (number|text)"):
         read_layout(tmp_path / "job.json")
 
 
@@ -251,7 +254,7 @@ def test_no_metrics_port_is_a_field_that_can_be(tmp_path: Path) -> None:
 def test_a_launcher_that_fails_itself_says_so_where_the_pod_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> RankEnd:
+    def fail(*_: object, **__: object) -> RankEnd:
         raise ZeroDivisionError("of the launcher")
 
     monkeypatch.setattr(launch, "launch", fail)

@@ -197,12 +197,15 @@ def test_an_alias_is_in_the_slot_and_not_at_home() -> None:
 @pytest.mark.parametrize(
     ("homes", "message"),
     [
-        ((Tier.HOST,) * 3, "homes for 3 segments and the model has 4"),
+        ((Tier.HOST,) * 3, "places 3 segments, but the model has 4"),
         (
             (Tier.HOST, Tier.HOST, Tier.HOST, Tier.DEVICE),
-            "tied to embed_tokens.weight: both segments need the same home",
+            "tied to embed_tokens.weight, so both segments must be in the same place",
         ),
-        ((Tier.HOST, Tier.HOST, Tier.HOST, Tier.NVME), "tied to embed_tokens.weight: both segments need the same home"),
+        (
+            (Tier.HOST, Tier.HOST, Tier.HOST, Tier.NVME),
+            "tied to embed_tokens.weight, so both segments must be in the same place",
+        ),
     ],
 )
 def test_homes_that_do_not_fit_the_model_are_refused(homes: tuple[Tier, ...], message: str) -> None:

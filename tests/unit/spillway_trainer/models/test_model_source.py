@@ -199,18 +199,18 @@ def configured(**fields: Any) -> Callable[[Path], Any]:
 
 DEEP = "[" * 100_000
 BIAS = "transformer.h.0.ln_1.bias"
-NOT_ITS_BYTES = r"the bytes of \S+ are not those of its type, shape and place; copy it again"
-NO_MODEL = r"config\.json: no GPT2Config that a model can be built from: "
+NOT_ITS_BYTES = r"the byte range of \S+ does not match its type, shape and offset; copy the file again"
+NO_MODEL = r"config\.json: not a GPT2Config that a model can be built from: "
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickled weights": (rename_weights, r"holds pytorch_model\.bin .* can run code when read"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "a cut file": (cut, r"model\.safetensors: \d+ bytes, its header says \d+; copy it again"),
-    "no safetensors": (overwrite("model.safetensors", "x" * 100), "is no safetensors file"),
+    "no safetensors": (overwrite("model.safetensors", "x" * 100), "not a safetensors file"),
     "no configuration": (lambda d: (d / "config.json").unlink(), r"config\.json: No such file"),
-    "a configuration that is no JSON": (overwrite("config.json", "{"), r"config\.json: no JSON"),
+    "a configuration that is no JSON": (overwrite("config.json", "{"), r"config\.json: not valid JSON"),
     "another family": (
         configured(model_type="their_own", auto_map={"AutoModelForCausalLM": "theirs.Model"}),
-        "model_type 'their_own' is no text model of transformers",
+        "model_type 'their_own' is not a text model of transformers",
     ),
     "a wrong configuration": (lambda d: change_config(d, n_embd="x"), "not the configuration of a GPT2LMHeadModel"),
     "a missing tensor": (with_tensors(lambda t: t.pop(BIAS)), f"1 missing: {BIAS}"),
@@ -218,33 +218,33 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         with_tensors(lambda t: t.update({"transformer.more": torch.ones(1)})), "1 unexpected: transformer.more",
     ),
     "another shape": (
-        with_tensors(lambda t: t.update({BIAS: torch.ones(3)})), rf"{BIAS} is F32 \[3\], needed are F32 .* \[16\]",
+        with_tensors(lambda t: t.update({BIAS: torch.ones(3)})), rf"{BIAS} is F32 \[3\], but must be F32 .* \[16\]",
     ),
     "quantised values": (
         with_tensors(lambda t: t.update({BIAS: torch.ones(16, dtype=torch.int8)})), f"{BIAS} is I8",
     ),
     "bytes of another tensor": (with_header(swap), NOT_ITS_BYTES),
     "too few bytes": (with_offsets(lambda start, end: [start + 4, end]), NOT_ITS_BYTES),
-    "bytes before the data": (with_offsets(lambda start, end: [-100_000, end]), "is no safetensors file"),
+    "bytes before the data": (with_offsets(lambda start, end: [-100_000, end]), "not a safetensors file"),
     "another type than its bytes": (entry(dtype="BF16"), NOT_ITS_BYTES),
-    "a shape that is text": (entry(shape="ab"), "is no safetensors file"),
-    "a type that is a list": (entry(dtype=["F32"]), "is no safetensors file"),
-    "metadata that is a list": (with_header(lambda h: h.update(__metadata__=[1])), "is no safetensors file"),
+    "a shape that is text": (entry(shape="ab"), "not a safetensors file"),
+    "a type that is a list": (entry(dtype=["F32"]), "not a safetensors file"),
+    "metadata that is a list": (with_header(lambda h: h.update(__metadata__=[1])), "not a safetensors file"),
     "a deep header": (
         lambda d: (d / "model.safetensors").write_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode()),
-        "is no safetensors file",
+        "not a safetensors file",
     ),
-    "a deep configuration": (overwrite("config.json", DEEP), r"config\.json: no JSON"),
+    "a deep configuration": (overwrite("config.json", DEEP), r"config\.json: not valid JSON"),
     "an index of lists": (as_index({"a": ["x"]}), "has no weight_map of file names"),
     "a width that its heads do not divide": (configured(n_head=3), NO_MODEL + "ValueError"),
-    "no heads": (configured(n_head=0), r"/config\.json: n_head is 0, allowed are 1 to 1024"),
+    "no heads": (configured(n_head=0), r"/config\.json: n_head is 0; it must be 1 to 1024"),
     "positions without end": (
-        configured(n_positions=2**24 + 1), r"/config\.json: n_positions is 16777217, allowed are 1 to 16777216",
+        configured(n_positions=2**24 + 1), r"/config\.json: n_positions is 16777217; it must be 1 to 16777216",
     ),
-    "a width without end": (configured(n_embd=1e300), r"n_embd is 1e\+300, allowed are 1 to 131072"),
-    "a vocabulary without end": (configured(vocab_size=float("inf")), "vocab_size is inf, allowed are 1 to 4194304"),
-    "a size that is no number": (configured(n_inner=float("nan")), "n_inner is nan, allowed are 1 to 1048576"),
-    "heads without end": (configured(n_head=10**9), "n_head is 1000000000, allowed are 1 to 1024"),
+    "a width without end": (configured(n_embd=1e300), r"n_embd is 1e\+300; it must be 1 to 131072"),
+    "a vocabulary without end": (configured(vocab_size=float("inf")), "vocab_size is inf; it must be 1 to 4194304"),
+    "a size that is no number": (configured(n_inner=float("nan")), "n_inner is nan; it must be 1 to 1048576"),
+    "heads without end": (configured(n_head=10**9), "n_head is 1000000000; it must be 1 to 1024"),
     "an unknown activation": (configured(activation_function="nope"), NO_MODEL + "KeyError: 'nope'"),
     "a rate that is none": (configured(resid_pdrop=1.5), NO_MODEL + "ValueError"),
     "an attention that is not installed": (configured(attn_implementation="flash_attention_2"), NO_MODEL),
@@ -270,7 +270,7 @@ def test_t5_needs_tokens_that_it_has_for_what_is_not_in_the_text(field: str, tok
     sizes = T5Config(**T5_SIZES, **{"decoder_start_token_id": 0, "pad_token_id": 0, field: token})
     with torch.device("meta"):
         model = T5ForConditionalGeneration(sizes)
-    with pytest.raises(UserError, match=rf"t5: {field} is {token}, which is no token of the model \(0 to 96\)"):
+    with pytest.raises(UserError, match=rf"t5: {field} is {token}, which is not a token of the model \(0 to 96\)"):
         families.chain_of(model, torch.float32)
 
 

@@ -162,13 +162,13 @@ REFUSED = {
     "their_models:with_memory": r"parameter head\.norm\.weight already has memory",
     "their_models:with_unset_buffer": "buffer scale has no values",
     "their_models:with_parameter_outside": "every parameter must .* exactly one segment .* extra belongs to 0",
-    "their_models:with_block_twice": r".*layers\.0\.\S+ belongs to 2; where several use one, .* `tied`",
+    "their_models:with_block_twice": r".*layers\.0\.\S+ belongs to 2; if several segments share it, .* `tied`",
     "their_models:with_one_name_twice": "block is the name of several segments",
     "their_models:tied_to_nothing": r"`tied` says that head\.norm\.weight is nowhere; there is no parameter nowhere",
     "their_models:tied_to_an_alias": r".* is embed_tokens\.weight, but embed_tokens\.weight is itself tied; tie",
     "their_models:tied_to_itself": r".* is head\.norm\.weight, but head\.norm\.weight is itself tied; tie",
     "their_models:tied_to_another_shape": r".* they are \[32\] torch.float32 trained and \[97, 32\] torch",
-    "their_models:tied_to_a_frozen_one": ".*float32 trained and .*float32 frozen; give them one shape and type",
+    "their_models:tied_to_a_frozen_one": ".*float32 trained and .*float32 frozen; give both the same shape and type",
     "their_models:leaves": "raised SystemExit: no licence",
 }
 
@@ -187,7 +187,7 @@ def test_what_an_entry_point_may_not_give_is_refused_with_a_sentence(entrypoint:
 
 
 def test_adapters_need_a_model_of_transformers() -> None:
-    with pytest.raises(UserError, match="returned Transformer, needed for lora is a model of AutoModelForCausalLM"):
+    with pytest.raises(UserError, match="returned Transformer, but lora needs a model of AutoModelForCausalLM"):
         made_by("own_chain", lora={})
     assert any(".lora_A." in name for name, _ in made_by("gpt2", lora={}).named_parameters())
 

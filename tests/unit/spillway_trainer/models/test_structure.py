@@ -128,10 +128,10 @@ def failing(body: Body, x: Tensor) -> Any:
 NO_CHAINS: dict[Callable[[Body, Tensor], Any], str] = {
     in_reverse: "its forward calls its 2 layers in the order 1, 0",
     with_a_layer_left_out: "its forward calls its 2 layers in the order 0",
-    scaled_between: r"model\.layers\.1 does not get what the layer before it returned",
-    scaled_after: "on a small copy, its layers one by one give other logits than its forward",
-    with_a_shared_tensor: r"model\.layers\.0 gets a second tensor that has a gradient",
-    with_a_shared_cache: r"model\.layers\.0 gets a Body, in which layers could share state",
+    scaled_between: r"the input of model\.layers\.1 is not the output of the layer before it",
+    scaled_after: "on a small copy of the model, its layers, called one by one, give other logits than its forward",
+    with_a_shared_tensor: r"model\.layers\.0 gets a second tensor that needs a gradient",
+    with_a_shared_cache: r"model\.layers\.0 gets a Body as an argument, through which layers could share state",
     with_a_dictionary: "it has no base model below its head that returns last_hidden_state",
     failing: "a small copy of it fails: RuntimeError: no kernel",
 }
@@ -157,7 +157,7 @@ def test_encoder_decoders_and_layers_that_are_used_again_are_rejected() -> None:
     with torch.device("meta"):
         albert = AlbertForMaskedLM(AlbertConfig(**SIZES))
         bart = BartForCausalLM(BartConfig(is_encoder_decoder=True))
-    with pytest.raises(UserError, match=r"one list of 3 layers, and its lists are: albert\.\S+_layer_groups of 1"):
+    with pytest.raises(UserError, match=r"one list of 3 layers, but its lists are: albert\.\S+_layer_groups of 1"):
         structure_of(albert)
     bart.config.is_encoder_decoder = True
     with pytest.raises(UserError, match="it has an encoder and a decoder"):

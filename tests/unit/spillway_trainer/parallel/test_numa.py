@@ -35,7 +35,10 @@ def test_four_ranks_go_to_their_devices_sockets_and_share_them(two_sockets: Path
         True
     ] * 4
     assert [one.num_threads for one in found] == [28] * 4
-    assert found[2].said == "threads: 56 cores of NUMA node 1, where 0000:9a:00.0 is, with 1 more ranks"
+    assert (
+        found[2].said
+        == "threads: 56 cores of NUMA node 1, where device 0000:9a:00.0 is; 1 more ranks use the same cores"
+    )
 
 
 def test_one_rank_has_the_whole_socket_of_its_device(two_sockets: Path) -> None:
@@ -51,7 +54,7 @@ def test_a_cpuset_smaller_than_the_node_binds(two_sockets: Path) -> None:
 def test_a_cpuset_without_the_devices_node_is_left_as_it_is_and_said(two_sockets: Path) -> None:
     found = place(two_sockets, GPUS[:1], 0, range(28, 40), 12)
     assert (found.cores, found.num_threads) == (frozenset(), 12)
-    assert "NUMA node 0 of 0000:1a:00.0 has none of the 12 that this process may use" in found.said
+    assert "NUMA node 0 of device 0000:1a:00.0 has none of the 12 cores that this process may use" in found.said
 
 
 def test_a_quota_bounds_threads_and_not_the_cores_that_they_move_among(two_sockets: Path) -> None:
@@ -64,7 +67,7 @@ def test_a_device_without_a_node_leaves_threads_where_they_are(tmp_path: Path, n
     root = tree(tmp_path, {0: "0-7"}, {GPUS[0]: node})
     found = place(root, GPUS[:1], 0, range(8), 8)
     assert (found.cores, found.num_threads) == (frozenset(), 8)
-    assert "no NUMA node is known for 0000:1a:00.0" in found.said
+    assert "no NUMA node is known for device 0000:1a:00.0" in found.said
 
 
 def test_files_that_are_missing_are_no_error(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_before_the_first_step_only_the_plan_is_shown() -> None:
             metrics.PREDICTED_TIER_BYTES,
             metrics.SPILL_FILE_BYTES,
             metrics.SPILL_FAULTS,
+            metrics.CHECKPOINTS_MISSED,
         )
     }
 

@@ -279,8 +279,8 @@ def test_an_answer_lowers_what_activations_may_take_and_none_raises_it(operator:
     wanted, said = heard(operator, tmp_path, SPILLED, [None, 48 * MIB, 48 * MIB, 60 * MIB, None])
     assert wanted == 48 * MIB
     assert said == [
-        "the operator lets activations take 48.0 MiB of each rank's spill file, which was 64.0 MiB",
-        "the operator lets activations take 60.0 MiB of each rank's spill file, which was 48.0 MiB; the plan "
+        "the operator now lets activations use 48.0 MiB of each rank's spill file instead of 64.0 MiB",
+        "the operator now lets activations use 60.0 MiB of each rank's spill file instead of 48.0 MiB; the plan "
         "allows 48.0 MiB",
     ]
 
@@ -304,7 +304,7 @@ def test_what_another_attempt_is_told_is_not_for_this_one(operator: Operator, tm
     operator.epoch = 2
     found, said = heard(operator, tmp_path, SPILLED, [48 * MIB])
     assert found == 64 * MIB
-    assert [line.partition(";")[0] for line in said] == ["the operator's current attempt is 2"]
+    assert [line.partition(", but")[0] for line in said] == ["the operator's current attempt is 2"]
 
 
 def test_the_spill_volume_is_reported(operator: Operator, tmp_path: Path) -> None:
@@ -481,4 +481,4 @@ def test_a_newer_attempt_is_said_once(operator: Operator, tmp_path: Path) -> Non
     started.client.step(step(1))
     wait_for(operator, 2)
     started.client.close()
-    assert started.said == ["the operator's current attempt is 4; this is 1"]
+    assert started.said == ["the operator's current attempt is 4, but this process belongs to attempt 1"]

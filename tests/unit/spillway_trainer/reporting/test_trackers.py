@@ -6,9 +6,10 @@ import math
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -162,17 +163,39 @@ def test_members_of_a_sweep_are_runs_of_their_own(server: str, tmp_path: Path) -
     assert names == {"small/low": "small", "small/high": "small"}
 
 
-@pytest.mark.ci
-def test_a_server_that_is_down_is_one_warning_and_gets_everything_later(tmp_path: Path) -> None:
-    with socket.socket() as taken:  # bound and not listening: connections are refused
+class Unreachable(NamedTuple):
+    """Trackers of an attempt whose MLflow refuses connections, which was reported."""
+
+    trackers: Trackers
+    asked: dict[str, Any]
+    port: int
+    said: list[str]
+
+
+@contextmanager
+def unreachable(output: Path) -> Iterator[Unreachable]:
+    """Its port is free for a server at the end."""
+    with socket.socket() as taken:  # bound and not listening
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         asked = {"mlflow": {"uri": f"http://127.0.0.1:{port}", "experiment": "later"}}
         said: list[str] = []
-        found = Trackers(job_of(tmp_path, asked), local_runs.spread_plan(), said.append)
-        play(tmp_path, 1, 0, 9)
+        found = Trackers(job_of(output, asked), local_runs.spread_plan(), said.append)
+        play(output, 1, 0, 9)
         wait_until(lambda: bool(said))
-        found.close(0)
+        yield Unreachable(found, asked, port, said)
+
+
+@pytest.mark.ci
+def test_a_server_that_is_down_is_one_warning_and_gets_everything_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unreachable(tmp_path) as (found, asked, port, said):
+        with monkeypatch.context() as soon:
+            soon.setattr(trackers, "END_SECONDS", 0.1)
+            found.close(0)
+        for feed in found._feeds:
+            feed._thread.join()
     assert len(said) == 2
     assert said[0].startswith("tracker mlflow: ") and "training continues" in said[0]
     assert said[1] == "tracker mlflow: 16 events are not sent; run.jsonl keeps them for the next attempt"
@@ -182,6 +205,18 @@ def test_a_server_that_is_down_is_one_warning_and_gets_everything_later(tmp_path
         (run,) = tracked_points.mlflow_runs(uri, "later").values()
         assert tracked_points.mlflow_curves(uri, run) == recorded(tmp_path)
     assert len(said) == 2
+
+
+@pytest.mark.ci
+def test_last_events_are_sent_again_until_the_server_answers(tmp_path: Path) -> None:
+    with unreachable(tmp_path) as (found, _, port, said):
+        closing = threading.Thread(target=found.close, args=(0,))
+        closing.start()
+    with tracked_points.mlflow_server(tmp_path, port) as uri:
+        closing.join()
+        (run,) = tracked_points.mlflow_runs(uri, "later").values()
+        assert tracked_points.mlflow_curves(uri, run) == recorded(tmp_path)
+    assert said[-1] == "tracker mlflow: events are sent"
 
 
 def test_a_server_that_never_answers_does_not_keep_the_run_from_ending(
@@ -196,7 +231,7 @@ def test_a_server_that_never_answers_does_not_keep_the_run_from_ending(
         found = Trackers(job_of(tmp_path, asked), local_runs.spread_plan(), said.append)
         play(tmp_path, 1, 0, 2)
         found.close(0)  # or this test hangs
-    assert said == ["tracker mlflow: 5 events are not sent; run.jsonl keeps them for the next attempt"]
+        assert said == ["tracker mlflow: 5 events are not sent; run.jsonl keeps them for the next attempt"]
 
 
 def test_a_new_pod_begins_with_an_empty_file_and_continues_the_run(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from spillway_trainer.sweep.parking import Parking
 BLOCK = 4096
 BUFFER_BYTES = 4 * BLOCK
 """small, so that a few tensors cross its end"""
+MEMBERS = ("slow", "other-seed", "deeper")
 
 
 @pytest.fixture(autouse=True)
@@ -72,28 +75,28 @@ def same(found: list[tuple[str, Tensor]], expected: list[tuple[str, Tensor]]) ->
 )
 def test_what_is_parked_comes_back_bit_for_bit(place: Parking, sizes: tuple[int, ...]) -> None:
     expected = states(1, *sizes)
-    assert same(list(place.tensors(place.park(iter(expected), "one"))), expected)
+    assert same(list(place.tensors(place.park("slow", iter(expected)))), expected)
 
 
 def test_states_that_fill_the_buffer_to_its_last_byte_are_one_piece(place: Parking) -> None:
     exactly = [("all", torch.arange(BUFFER_BYTES // 8))]
-    parked = place.park(exactly, "one")
+    parked = place.park("slow", exactly)
     assert [piece.nbytes for piece in parked.pieces] == [BUFFER_BYTES]
     assert same(list(place.tensors(parked)), exactly)
 
 
 def test_several_members_are_parked_at_once_and_each_may_be_read_again(place: Parking) -> None:
-    expected = {name: states(seed, 5000, 77) for seed, name in enumerate("abc")}
-    parked = {name: place.park(one, name) for name, one in expected.items()}
-    for name in "bcab":
+    expected = {name: states(seed, 5000, 77) for seed, name in enumerate(MEMBERS)}
+    parked = {name: place.park(name, one) for name, one in expected.items()}
+    for name in (*MEMBERS[1:], *MEMBERS):
         assert same(list(place.tensors(parked[name])), expected[name]), name
 
 
 def test_held_bytes_are_the_whole_blocks_of_the_members_still_parked(place: Parking) -> None:
     assert place.held_bytes == 0
-    one = place.park([("a", torch.zeros(BLOCK + 1, dtype=torch.uint8))], "one")
+    one = place.park("slow", [("a", torch.zeros(BLOCK + 1, dtype=torch.uint8))])
     assert place.held_bytes == 2 * BLOCK
-    two = place.park([("a", torch.zeros(BUFFER_BYTES + 1, dtype=torch.uint8))], "two")
+    two = place.park("deeper", [("a", torch.zeros(BUFFER_BYTES + 1, dtype=torch.uint8))])
     assert place.held_bytes == 2 * BLOCK + BUFFER_BYTES + BLOCK
     place.leave(one)
     assert place.held_bytes == BUFFER_BYTES + BLOCK
@@ -107,18 +110,18 @@ def test_members_come_and_go_for_ever_in_the_room_that_the_plan_has(tmp_path: Pa
     place = opened(tmp_path, parked_bytes=BUFFER_BYTES)
     expected = states(3, 2 * BLOCK)
     for _ in range(100):  # what is left behind would be more than there is
-        parked = place.park(expected, "one")
+        parked = place.park("slow", expected)
         place.leave(parked)
-    assert same(list(place.tensors(place.park(expected, "one"))), expected)
+    assert same(list(place.tensors(place.park("slow", expected))), expected)
     place.close()
 
 
 def test_bytes_beyond_the_room_are_refused_and_nothing_of_them_stays(tmp_path: Path) -> None:
     place = opened(tmp_path, parked_bytes=BLOCK)
-    stays = place.park([("a", torch.arange(100))], "stays")
+    stays = place.park("slow", [("a", torch.arange(100))])
     held = place.held_bytes
-    with pytest.raises(SpillVolumeFull, match="too large"):
-        place.park([("b", torch.zeros(8 << 20, dtype=torch.uint8))], "too large")
+    with pytest.raises(SpillVolumeFull, match="states of member deeper are larger than planned"):
+        place.park("deeper", [("b", torch.zeros(8 << 20, dtype=torch.uint8))])
     assert place.held_bytes == held
     assert same(list(place.tensors(stays)), [("a", torch.arange(100))])
     place.close()
@@ -136,7 +139,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[P
 
     monkeypatch.setattr(parking, "SpillFile", fake)
     place = opened(tmp_path)
-    place.leave(place.park([("a", torch.zeros(1))], "first"))
+    place.leave(place.park("slow", [("a", torch.zeros(1))]))
     yield place, made[0]
     place.close()
 
@@ -144,20 +147,34 @@ def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[P
 def test_a_write_that_fails_says_whose_states_and_leaves_nothing(failing: tuple[Parking, FakeSpillFile]) -> None:
     place, file = failing
     file.failing = {"write"}
-    with pytest.raises(SpillIOError, match="states of b"):
-        place.park(states(1, 3 * BUFFER_BYTES), "states of b")
+    with pytest.raises(SpillIOError, match="states of member deeper"):
+        place.park("deeper", states(1, 3 * BUFFER_BYTES))
     assert place.held_bytes == 0
     file.failing = set()
     expected = states(2, 9)
-    assert same(list(place.tensors(place.park(expected, "b"))), expected)
+    assert same(list(place.tensors(place.park("deeper", expected))), expected)
 
 
 def test_one_bit_that_is_wrong_is_an_error_and_no_state(failing: tuple[Parking, FakeSpillFile]) -> None:
     place, file = failing
-    parked = place.park(states(1, 100), "states of b")
+    parked = place.park("deeper", states(1, 100))
     file.failing = {"flip"}
-    with pytest.raises(SpillIOError, match="states of b"):
+    with pytest.raises(SpillIOError, match="states of member deeper"):
         list(place.tensors(parked))
+
+
+def test_other_processes_read_what_one_has_parked_and_park_beside_it(tmp_path: Path) -> None:
+    job = sweep_runs.sweep_file(tmp_path, tmp_path, tmp_path, 1)
+    plan = plan_of(job, 1 << 20)
+    (file,) = parking.shared_files(job, plan)
+    one, other = (Parking(job, plan, [os.dup(file.descriptor)]) for _ in range(2))
+    expected = {name: states(seed, 5 * BUFFER_BYTES, 77) for seed, name in enumerate(MEMBERS)}
+    parked = {name: (one, other)[number % 2].park(name, expected[name]) for number, name in enumerate(MEMBERS)}
+    for name, found in pickle.loads(pickle.dumps(parked)).items():  # as it travels
+        for place in (one, other):
+            assert same(list(place.tensors(found)), expected[name]), name
+    for each in (one, other, file):
+        each.close()
 
 
 def test_states_that_cannot_be_given_leave_nothing(place: Parking) -> None:
@@ -166,13 +183,13 @@ def test_states_that_cannot_be_given_leave_nothing(place: Parking) -> None:
         raise RuntimeError("the optimizer")
 
     with pytest.raises(RuntimeError, match="the optimizer"):
-        place.park(breaks_off(), "one")
+        place.park("slow", breaks_off())
     assert place.held_bytes == 0
 
 
 def test_the_place_is_gone_with_its_end_and_ends_twice(tmp_path: Path) -> None:
     place = opened(tmp_path, spill_is_listed=True)
-    place.park([("a", torch.zeros(10))], "one")
+    place.park("slow", [("a", torch.zeros(10))])
     assert len(list(tmp_path.glob("slab-*"))) == 1
     place.close()
     place.close()
@@ -187,7 +204,7 @@ def test_parked_states_are_encrypted_where_the_job_says_so(tmp_path: Path, encry
     spec = job.spec.model_copy(update={"spill": spill})
     place = opened(tmp_path, spill_is_listed=True, spec=spec)
     words = [("a", torch.frombuffer(bytearray(b"plain words " * 1000), dtype=torch.uint8))]
-    parked = place.park(words, "one")
+    parked = place.park("slow", words)
     (file,) = tmp_path.glob("slab-*")
     assert (b"plain words" in file.read_bytes()) == (encryption == "None")
     assert same(list(place.tensors(parked)), words)

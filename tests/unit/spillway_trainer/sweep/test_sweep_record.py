@@ -94,6 +94,8 @@ def test_a_disk_without_room_is_a_sentence_and_the_record_before_stands(
     for operation in range(3):
         monkeypatch.setattr(sweep_record, "DurableFiles", partial(full_at, operation))
         record.values["a", 20] = 2.0
-        with pytest.raises(SweepNotWritten, match=r"sweep-1\.json: what members reported cannot be stored: No space"):
+        with pytest.raises(
+            SweepNotWritten, match=r"sweep-1\.json: cannot store the values that members reported: No space"
+        ):
             record.write()
         assert SweepRecord.read(tmp_path, 2, "Loss").values == {("a", 10): 1.0}

@@ -60,7 +60,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 def test_every_turn_and_every_end_is_an_event(tmp_path: Path) -> None:
     sweep, _ = recorder(tmp_path / "run.jsonl")
     sweep.sweep(epoch=2)
-    sweep.member_started("a", 0)
+    sweep.member_started("a", 0, 1)
     sweep.sink("a").step(step(5, loss=2.5))
     sweep.sink("a").evaluation(2.25)
     sweep.member_parked("a", 5)
@@ -76,7 +76,7 @@ def test_every_turn_and_every_end_is_an_event(tmp_path: Path) -> None:
             "members": [{"name": "a", "num_steps": 10}, {"name": "b", "num_steps": 20}],
             "objective": {"metric": "EvaluationLoss", "direction": "Minimize", "halving": None},
         },
-        {"event": "member_started", "member": "a", "step": 0, **nothing, "reason": ""},
+        {"event": "member_started", "member": "a", "step": 0, **nothing, "reason": "", "device": 1},
         {"event": "member_parked", "member": "a", "step": 5, **figures, "reason": ""},
         {"event": "member_failed", "member": "a", "step": 5, **figures, "reason": "NonFinite: step 6"},
         {"event": "member_completed", "member": "b", "step": 20, **nothing, "reason": ""},

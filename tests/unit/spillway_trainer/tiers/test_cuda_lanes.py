@@ -300,7 +300,7 @@ def test_failed_device_allocation_reports_what_the_run_holds() -> None:
     host, ledger = host_and_ledger()
     with recorded(host, ledger, FakeStreams(room_bytes=PAGE)) as lanes:
         kept = lanes.acquire(Tier.DEVICE, PAGE, "kept")
-        with pytest.raises(DeviceOutOfMemory, match=r"8\.00 KiB for big cannot be allocated; the run holds"):
+        with pytest.raises(DeviceOutOfMemory, match=r"8\.00 KiB for big cannot be allocated; this rank holds"):
             lanes.acquire(Tier.DEVICE, 2 * PAGE, "big")
         assert ledger.held_bytes == PAGE
         lanes.release(kept)

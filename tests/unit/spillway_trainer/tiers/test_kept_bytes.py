@@ -136,7 +136,9 @@ def test_retired_device_without_host_room_reports_the_first_failure() -> None:
     for index in range(3):
         extent = setup.slab.allocate(PAGE, f"block{index}")
         setup.slab.write_batch([(extent.at(0), pattern(PAGE, 1), f"block{index}")])
-    with pytest.raises(SpillVolumeFull, match=r"/spill0 is not written to any more, after .*of block0 at offset 0"):
+    with pytest.raises(
+        SpillVolumeFull, match=r"/spill0 is not written to any more after this failure: .*of block0 at offset 0"
+    ):
         setup.slab.allocate(PAGE, "block3")
     with pytest.raises(SpillIOError, match=r"of block0 at offset 0.*no space for 4\.00 KiB of states") as caught:
         setup.slab.write_batch([(extent.at(PAGE), pattern(PAGE, 1), "states")])
@@ -254,5 +256,5 @@ def test_shares_are_whole_blocks_by_rate_and_add_up(weights: list[float]) -> Non
 def test_a_child_process_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
     monkeypatch.setattr("os.getpid", lambda: -1)
-    with pytest.raises(RuntimeError, match=r"was used in its child -1: both would write to the same extents"):
+    with pytest.raises(RuntimeError, match=r"was used in its forked child -1; the two would write to the same place"):
         setup.slab.allocate(PAGE, "block0")

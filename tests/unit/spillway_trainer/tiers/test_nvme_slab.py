@@ -35,7 +35,7 @@ def test_a_dropped_extent_is_used_again() -> None:
 def test_a_full_file_says_what_was_wanted_and_what_is_free() -> None:
     slab = make_slab()
     slab.allocate(3 * PAGE, "block0")
-    with pytest.raises(SpillVolumeFull, match=r"8\.00 KiB for block1.*longest free run is 4\.00 KiB.*budget\.nvme"):
+    with pytest.raises(SpillVolumeFull, match=r"8\.00 KiB for block1.*largest free block is 4\.00 KiB.*budget\.nvme"):
         slab.allocate(2 * PAGE, "block1")
 
 

@@ -266,11 +266,15 @@ class Adoption:
 def _kind(key: str | None) -> str:
     """DeepSpeed's word for a state, None being the float32 parameter. Raises UserError."""
     if key not in (None, *MOMENTS):
-        raise UserError(f"optimizer state {key}: an adopted engine has {', '.join(MOMENTS)}")
+        raise UserError(
+            f"optimizer state {key}: not known; an engine that Spillway has adopted has {', '.join(MOMENTS)}"
+        )
     return key or MASTER
 
 
-MOVED_BY_PLAN = "offload_states, reload_states: Spillway's plan decides where an adopted engine's states are"
+MOVED_BY_PLAN = (
+    "offload_states, reload_states: Spillway's plan decides where an adopted engine's states are; do not call these"
+)
 
 
 class Adopted:
@@ -287,7 +291,8 @@ class Adopted:
         rates = {group["lr"] for group in self.optimizer.param_groups}
         if len(rates) != 1:
             raise UserError(
-                f"DeepSpeed's parameter groups have learning rates {sorted(rates)}; an adopted engine has one for all"
+                f"DeepSpeed's parameter groups have learning rates {sorted(rates)}; an adopted engine needs the same "
+                "learning rate in all groups"
             )
         self.before_update()
         self._global_grad_norm = self.spillway.step(float(rates.pop()), self.clip_grad)

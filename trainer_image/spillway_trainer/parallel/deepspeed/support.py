@@ -38,8 +38,8 @@ def check_version(version: str) -> None:
     numbers = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdecimal())
     if not FIRST_VERSION <= numbers < TOO_NEW_VERSION:
         raise UserError(
-            f"DeepSpeed {version}: strategies Zero1, Zero2 and Zero3 depend on its internals, as in "
-            f"{_dotted(FIRST_VERSION)} up to, but not with, {_dotted(TOO_NEW_VERSION)}; install one of these, or use "
+            f"DeepSpeed {version}: strategies Zero1, Zero2 and Zero3 work only with versions from "
+            f"{_dotted(FIRST_VERSION)} to below {_dotted(TOO_NEW_VERSION)}; install one of these, or use "
             "spec.parallelism.strategy: Ddp"
         )
 
@@ -147,13 +147,23 @@ def _special(engine: Engine) -> str:
 
 SUPPORT = (
     Rule("zero_optimization.stage", _stage, "use 1, 2 or 3"),
-    Rule("fp16, bf16", _dtypes, "give all parameters one type, bfloat16 or float32: fp16 needs loss scaling"),
+    Rule(
+        "fp16, bf16",
+        _dtypes,
+        "give all parameters one type, bfloat16 or float32; float16 is not possible, because it needs loss scaling",
+    ),
     Rule("model", _without_values, "give its parameters values before deepspeed.initialize"),
-    Rule("loss scale", _loss_scale, "leave it out: an adopted engine scales no loss; use bf16"),
-    Rule("gradients", _gradients, "leave it out: Spillway adds gradients up, in float32 or in adopt's wire type"),
+    Rule("loss scale", _loss_scale, "leave it out and use bf16, because an adopted engine does not scale the loss"),
+    Rule(
+        "gradients",
+        _gradients,
+        "leave it out, because Spillway itself sums gradients, in float32 or in the type given to adopt",
+    ),
     Rule("optimizer", _optimizer, "give deepspeed.initialize a torch.optim.AdamW with adopt's settings"),
-    Rule("optimizer's parameter groups", _groups, "groups may differ in weight_decay alone: one value, or none"),
-    Rule("zero_optimization", _offload, "leave it out: Spillway's plan says where states are"),
-    Rule("parallelism", _parallel, "use data parallel ranks alone"),
+    Rule(
+        "optimizer's parameter groups", _groups, "groups may differ only in weight_decay, which must be one value or 0"
+    ),
+    Rule("zero_optimization", _offload, "leave it out, because Spillway's plan decides where states are"),
+    Rule("parallelism", _parallel, "use data parallelism only"),
     Rule("features", _special, "leave it out"),
 )

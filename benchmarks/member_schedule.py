@@ -1,4 +1,4 @@
-"""Schedules several models on the devices of one node: which model a device runs next.
+"""Schedules several models on the devices of one node: which model a device runs next. No job does this yet.
 
 A member's step is a chain of visits: one segment on a device in one direction, its parameters uploaded before it unless
 they are resident. After the last visit, and only then, because the norm needs all gradients, the host updates segment

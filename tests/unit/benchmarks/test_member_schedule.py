@@ -9,9 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from member_simulation import STEPWISE, Outcome, fastest, simulate
-from spillway.planning.hardware import resolve_node
-from spillway.planning.member_schedule import (
+from member_schedule import (
     Machine,
     MemberWork,
     Readiness,
@@ -27,6 +25,8 @@ from spillway.planning.member_schedule import (
     pilot_shards,
     visited_together,
 )
+from member_simulation import STEPWISE, Outcome, fastest, simulate
+from spillway.planning.hardware import resolve_node
 
 ONE_DEVICE = Machine(1, 10.0, 10.0, 1)
 
