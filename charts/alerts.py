@@ -33,6 +33,30 @@ FOREIGN = {
 }
 """Series of other exporters -> which; without one, its alerts never fire."""
 
+# Limits that the dashboards draw, too.
+SILENT_SECONDS = 600
+"""without a step"""
+CHECKPOINT_SECONDS = 3600
+"""without a checkpoint"""
+DEVICE_SHARE = 0.9
+"""of a rank's device budget, at its peak"""
+GOODPUT = 0.5
+SPILL_DRIVE_FREE = 0.15
+"""share of a drive"""
+DRIVE_WEAR = 0.9
+"""share of a drive's rated life"""
+STALLED_SHARE = 0.1
+"""of the time"""
+API_ERRORS = 0.1
+"""share of the operator's requests"""
+REPORTS_REJECTED = 0.1
+"""share of the trainers' reports"""
+LOOP_LAG_SECONDS = 5
+PLANNING_SECONDS = 180
+WATCH_LAG_SECONDS = 60
+CERTIFICATE_SECONDS = 14 * 86_400
+"""until it expires"""
+
 OF_A_JOB = f"{NAMESPACE_LABEL}, {JOB_LABEL}"
 LABELS = {"NAMESPACE": NAMESPACE_LABEL, "JOB": JOB_LABEL, "NODE": "node"}
 """Words of a summary, and of the runbook's commands, that stand for labels."""
@@ -89,6 +113,14 @@ def share(metric: Metric, code: str) -> str:
     return f"{rate('', metric, '10m', code=code)} / {rate('', metric, '10m')}"
 
 
+def api_errors() -> str:
+    return share(metrics.OPERATOR_API_REQUESTS, "~0|429|5..")
+
+
+def reports_rejected() -> str:
+    return share(metrics.OPERATOR_PROGRESS_REPORTS, "!200")
+
+
 MEMORY_STALLED = "node:spillway_memory_stalled:rate2m"
 TRAINER_NODES = f"max by (node) (max_over_time({metrics.RANK_UP.name}[30m]))"
 SILENCE = f"(time() - {worst(OF_A_JOB, metrics.LAST_STEP_TIMESTAMP)})"
@@ -134,7 +166,7 @@ def device_tight() -> str:
     labels, tier = f"{OF_A_JOB}, {RANK_LABEL}", Tier.DEVICE.value
     used = " / ".join(worst(labels, one, tier=tier) for one in (metrics.TIER_PEAK_BYTES, metrics.TIER_BUDGET_BYTES))
     retries = f"max by ({labels}) (increase({metrics.ALLOCATOR_RETRIES.name}[10m]))"
-    return f"{used} > 0.9 and on ({labels}) {retries} > 0"
+    return f"{used} > {DEVICE_SHARE} and on ({labels}) {retries} > 0"
 
 
 def not_finite() -> str:
@@ -150,7 +182,7 @@ def goodput() -> str:
     committed, held = (
         rate(NAMESPACE_LABEL, metrics.OPERATOR_DEVICE_SECONDS, "6h", use=use) for use in ("committed", "held")
     )
-    return f"{committed} / {held} < 0.5 and {held} > 0.5"
+    return f"{committed} / {held} < {GOODPUT} and {held} > 0.5"
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -162,7 +194,7 @@ DESCRIBE = "kubectl describe trainingjob JOB -n NAMESPACE"
 JOBS = (
     Alert(
         "SpillwayTrainerStuck", "critical", "5m",
-        f"{SILENCE} > 600 and {SILENCE} > 5 * {worst(OF_A_JOB, metrics.PREDICTED_STEP_SECONDS)}",
+        f"{SILENCE} > {SILENT_SECONDS} and {SILENCE} > 5 * {worst(OF_A_JOB, metrics.PREDICTED_STEP_SECONDS)}",
         "NAMESPACE/JOB has trained no step for {{ $value | humanizeDuration }}",
         LOGS,
     ),
@@ -250,7 +282,7 @@ STORAGE = (
     ),
     Alert(
         "SpillwayCheckpointMissing", "warning", "1h",
-        f"{worst(OF_A_JOB, metrics.STEP)} > 0 unless on ({OF_A_JOB}) {CHECKPOINT_AGE} < 3600",
+        f"{worst(OF_A_JOB, metrics.STEP)} > 0 unless on ({OF_A_JOB}) {CHECKPOINT_AGE} < {CHECKPOINT_SECONDS}",
         "NAMESPACE/JOB trains, and its last checkpoint is more than an hour old, or there is none",
         STATUS,
     ),
@@ -263,13 +295,13 @@ STORAGE = (
     ),
     Alert(
         "SpillwaySpillDriveFull", "warning", "5m",
-        f"{spill_drive_free()} < 0.15 and on (node) {TRAINER_NODES}",
+        f"{spill_drive_free()} < {SPILL_DRIVE_FREE} and on (node) {TRAINER_NODES}",
         "the file system of node NODE to which trainers spill has {{ $value | humanizePercentage }} free space",
         "kubectl describe node NODE",
     ),
     Alert(
         "SpillwaySpillDriveWorn", "warning", "15m",
-        f"max by (node, mountpoint) ({signals.of_nodes(metrics.NODE_DISK_WEAR.name)}) >= 0.9",
+        f"max by (node, mountpoint) ({signals.of_nodes(metrics.NODE_DISK_WEAR.name)}) >= {DRIVE_WEAR}",
         "the drive at {{ $labels.mountpoint }} of node NODE has used {{ $value | humanizePercentage }} of its rated "
         "life",
         "kubectl describe node NODE",
@@ -306,7 +338,7 @@ NODES = (
     ),
     Alert(
         "SpillwayHostMemoryStalled", "warning", "5m",
-        f"{MEMORY_STALLED} > 0.1 and on (node) {TRAINER_NODES}",
+        f"{MEMORY_STALLED} > {STALLED_SHARE} and on (node) {TRAINER_NODES}",
         "trainers on node NODE wait for host memory {{ $value | humanizePercentage }} of the time",
         "kubectl describe node NODE",
     ),
@@ -339,7 +371,7 @@ OPERATOR = (
     ),
     Alert(
         "SpillwayOperatorApiErrors", "warning", "10m",
-        share(metrics.OPERATOR_API_REQUESTS, "~0|429|5..") + " > 0.1",
+        f"{api_errors()} > {API_ERRORS}",
         "{{ $value | humanizePercentage }} of the operator's requests to the API server fail (no answer, 429 or 5xx)",
         OPERATOR_LOGS,
     ),
@@ -351,25 +383,25 @@ OPERATOR = (
     ),
     Alert(
         "SpillwayOperatorSlow", "warning", "5m",
-        f"max({metrics.OPERATOR_LOOP_LAG.name}) > 5",
+        f"max({metrics.OPERATOR_LOOP_LAG.name}) > {LOOP_LAG_SECONDS}",
         "the operator's event loop was blocked for {{ $value | humanizeDuration }}",
         "kubectl top pods -n spillway",
     ),
     Alert(
         "SpillwayPlanningStuck", "warning", "2m",
-        f"max({metrics.OPERATOR_PLANNING_AGE.name}) > 180",
+        f"max({metrics.OPERATOR_PLANNING_AGE.name}) > {PLANNING_SECONDS}",
         "a job has waited {{ $value | humanizeDuration }} for its plan",
         OPERATOR_LOGS,
     ),
     Alert(
         "SpillwayWatchLags", "warning", "2m",
-        f"{worst('resource', metrics.OPERATOR_WATCH_LAG)} > 60",
+        f"{worst('resource', metrics.OPERATOR_WATCH_LAG)} > {WATCH_LAG_SECONDS}",
         "the operator's watch of {{ $labels.resource }} is {{ $value | humanizeDuration }} late",
         OPERATOR_LOGS,
     ),
     Alert(
         "SpillwayCertificateExpires", "warning", "1h",
-        f"min({metrics.OPERATOR_CERTIFICATE_EXPIRY.name}) - time() < 14 * 86400 > 0",
+        f"min({metrics.OPERATOR_CERTIFICATE_EXPIRY.name}) - time() < {CERTIFICATE_SECONDS} > 0",
         "the certificate of the progress endpoint expires in {{ $value | humanizeDuration }}; after that, trainers "
         "cannot report",
         "kubectl get secrets -n spillway",
@@ -382,7 +414,7 @@ OPERATOR = (
     ),
     Alert(
         "SpillwayReportsRejected", "warning", "10m",
-        share(metrics.OPERATOR_PROGRESS_REPORTS, "!200") + " > 0.1",
+        f"{reports_rejected()} > {REPORTS_REJECTED}",
         "the operator rejects {{ $value | humanizePercentage }} of the trainers' reports",
         OPERATOR_LOGS,
     ),

@@ -19,6 +19,7 @@ import yaml
 
 import alerts
 import dashboards
+import grafana
 import recording_rules
 
 FILES = Path("charts") / "spillway" / "files"
@@ -28,7 +29,7 @@ def wanted() -> dict[Path, str]:
     """Every generated file of the chart with its contents."""
     found = {}
     for dashboard in dashboards.ALL:
-        text = json.dumps(dashboards.as_json(dashboard), indent=1, ensure_ascii=False)
+        text = json.dumps(grafana.as_json(dashboard), indent=1, ensure_ascii=False)
         found[FILES / "dashboards" / f"{dashboard.name}.json"] = text + "\n"
     for name, rules in (("nodes", recording_rules.as_json()), ("alerts", alerts.as_json())):
         found[FILES / "rules" / f"{name}.yaml"] = yaml.safe_dump(rules, sort_keys=False, width=120)

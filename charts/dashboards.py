@@ -1,72 +1,24 @@
-"""The Grafana dashboards as code: every metric and label comes from spillway.metrics, nothing is spelled twice.
+"""The dashboards of a job, and the list of all.
 
-`chart_files.py` writes them into the chart; `expressions` gives every query as Prometheus would get it.
+Metrics and labels come from spillway.metrics and recording_rules.py, limits from alerts.py; nothing is spelled twice.
+`chart_files.py` writes the dashboards into the chart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
-
+import alerts
+from cluster_dashboards import FLEET, OPERATOR
+from grafana import JOB_PAGE, OF_A_JOB, RANGE, RATE_WINDOW, RESOLUTION, Dashboard, Event, Panel, Query, Row
 from spillway import metrics
-from spillway.metrics import JOB_LABEL, MEMBER_LABEL, NAMESPACE_LABEL, RANK_LABEL, Metric, Phase
+from spillway.metrics import MEMBER_LABEL, RANK_LABEL, Metric, Phase
 from spillway.plan import Tier
-
-Json = dict[str, Any]
-
-SCHEMA_VERSION = 39
-"""Grafana 11 writes it; newer ones read it"""
-COLUMNS = 24
-"""of Grafana's grid"""
-SOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
-VARIABLES = (NAMESPACE_LABEL, JOB_LABEL)
-RATE_WINDOW = "$__rate_interval"
-RANGE = "$__range"
-RESOLUTION = "5s"
-"""of subqueries: shorter than any job that is worth looking at; the server's own default may be longer than one"""
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    expression: str
-    legend: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    title: str
-    description: str
-    unit: str
-    """Grafana's name of the unit: bytes, Bps, s, percentunit, short, ..."""
-    queries: tuple[Query, ...]
-    kind: Literal["timeseries", "stat"] = "timeseries"
-    width: int = 8
-    stacked: bool = False
-    text: Literal["auto", "name"] = "auto"
-    """what a stat shows: its value, or the name of its series"""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    title: str
-    panels: tuple[Panel, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Dashboard:
-    name: str
-    """of its file, and the end of its uid"""
-    title: str
-    description: str
-    rows: tuple[Row, ...]
-
 
 # --- queries ----------------------------------------------------------------------------------------------------------
 
 
 def of_job(metric: Metric, **labels: str) -> str:
     """The job's series of `metric`."""
-    chosen = {label: f"${label}" for label in VARIABLES} | labels
+    chosen = {label: f"${label}" for label in OF_A_JOB} | labels
     return metric.name + "{" + ",".join(f'{label}="{value}"' for label, value in chosen.items()) + "}"
 
 
@@ -87,6 +39,28 @@ SPEED = f"max(deriv({of_job(metrics.STEP)}[{RATE_WINDOW}]))"
 """steps per second; 0 or less while nothing moves"""
 MOVING_SPEED = f"({SPEED} > 0)"
 STEPS_LEFT = f"({once(metrics.STEPS_PLANNED)} - {once(metrics.STEP)})"
+
+RECENT = "2m"
+"""of events: at least two scrapes"""
+
+
+def ended_now(kinds: str) -> str:
+    """A sample by kind while the end of an attempt is new, also of the job's first."""
+    of_kinds = of_job(metrics.OPERATOR_JOB_ENDED_ATTEMPTS).removesuffix("}") + f',kind=~"{kinds}"}}'
+    now, before = (f"max by (kind) ({of_kinds}{ago})" for ago in ("", f" offset {RECENT}"))
+    return f"{now} - ({before} or {now} * 0) > 0"
+
+
+EVENTS = (
+    Event("Checkpoint", f"{once(metrics.CHECKPOINT_TIMESTAMP)} * 1000", "green", at_value=True),
+    Event("Attempt ended early", ended_now("restart|disruption"), "red"),
+    Event("Out of memory: next attempt with another plan", ended_now("memory"), "orange"),
+    Event(
+        "Live correction: smaller spill files",
+        f"max(resets({of_job(metrics.SPILL_FILE_BYTES)}[{RECENT}])) > 0",
+        "purple",
+    ),
+)
 
 
 def tier_query(metric: Metric, tier: Tier, legend: str) -> Query:
@@ -140,6 +114,7 @@ NOW = Row(
             (Query(age(metrics.LAST_STEP_TIMESTAMP)),),
             "stat",
             4,
+            bad_above=alerts.SILENT_SECONDS,
         ),
     ),
 )
@@ -216,6 +191,7 @@ SAFETY = Row(
             "Seconds since the last checkpoint: the work that a crash now would cost.",
             "s",
             (Query(age(metrics.CHECKPOINT_TIMESTAMP), "age"),),
+            bad_above=alerts.CHECKPOINT_SECONDS,
         ),
         Panel(
             "Steps since the last checkpoint",
@@ -242,10 +218,12 @@ SAFETY = Row(
 )
 
 JOB = Dashboard(
-    "job",
+    JOB_PAGE,
     "Spillway / Job",
     "One TrainingJob: whether it makes progress, how far it is, how well it learns, and what a crash would cost.",
     (NOW, LEARNING, SPEED_ROW, SAFETY),
+    OF_A_JOB,
+    events=EVENTS,
 )
 
 # --- the memory tiers -------------------------------------------------------------------------------------------------
@@ -371,6 +349,8 @@ MEMORY_TIERS = Dashboard(
     "Spillway / Memory tiers",
     "Bytes of a TrainingJob in each memory tier and rank, compared with plan and budget; and what moving them costs.",
     (TIERS, HEADROOM, TRAFFIC),
+    OF_A_JOB,
+    events=EVENTS,
 )
 
 # --- a sweep ----------------------------------------------------------------------------------------------------------
@@ -433,118 +413,9 @@ SWEEP = Dashboard(
     "Spillway / Sweep",
     "The members (models) of one sweep: how far each is, which is the best, which were stopped.",
     (MEMBERS, CURVES),
+    OF_A_JOB,
+    metrics.MEMBER_STEP,
+    events=EVENTS,
 )
 
-ALL = (JOB, MEMORY_TIERS, SWEEP)
-
-
-# --- as Grafana reads it ----------------------------------------------------------------------------------------------
-
-
-def as_json(dashboard: Dashboard) -> Json:
-    """The dashboard's model, for Grafana's sidecar or import."""
-    return {
-        "uid": f"spillway-{dashboard.name}",
-        "title": dashboard.title,
-        "description": dashboard.description,
-        "tags": ["spillway"],
-        "schemaVersion": SCHEMA_VERSION,
-        "editable": True,
-        "refresh": "10s",
-        "time": {"from": "now-1h", "to": "now"},
-        "links": [
-            {
-                "type": "dashboards",
-                "title": "Spillway",
-                "tags": ["spillway"],
-                "includeVars": True,
-                "keepTime": True,
-            }
-        ],
-        "templating": {"list": [_source_variable(), *map(_variable, range(len(VARIABLES)))]},
-        "panels": _panels(dashboard),
-    }
-
-
-def _source_variable() -> Json:
-    return {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
-
-
-def _variable(index: int) -> Json:
-    """The label's values among those series that agree with the variables before it."""
-    label = VARIABLES[index]
-    chosen = ",".join(f'{name}="${name}"' for name in VARIABLES[:index])
-    query = f"label_values({metrics.STEPS_PLANNED.name}{{{chosen}}}, {label})"
-    return {
-        "name": label,
-        "type": "query",
-        "datasource": SOURCE,
-        "definition": query,
-        "query": {"query": query, "refId": label},
-        "refresh": 2,  # when the time range changes
-        "sort": 1,
-    }
-
-
-def _panels(dashboard: Dashboard) -> list[Json]:
-    made: list[Json] = []
-    top = 0
-    for row in dashboard.rows:
-        made.append(_placed({"type": "row", "title": row.title, "collapsed": False, "panels": []}, 0, top, COLUMNS, 1))
-        top, column = top + 1, 0
-        height = 4 if all(panel.kind == "stat" for panel in row.panels) else 8
-        for panel in row.panels:
-            made.append(_placed(_panel(panel), column, top, panel.width, height))
-            column += panel.width
-        top += height
-    return [{"id": number, **panel} for number, panel in enumerate(made, start=1)]
-
-
-def _placed(panel: Json, x: int, y: int, width: int, height: int) -> Json:
-    return panel | {"gridPos": {"x": x, "y": y, "w": width, "h": height}}
-
-
-def _panel(panel: Panel) -> Json:
-    drawn = {"fillOpacity": 30, "stacking": {"mode": "normal"}} if panel.stacked else {}
-    return {
-        "type": panel.kind,
-        "title": panel.title,
-        "description": panel.description,
-        "datasource": SOURCE,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": drawn}, "overrides": []},
-        "options": {"textMode": panel.text} if panel.kind == "stat" else {"tooltip": {"mode": "multi", "sort": "desc"}},
-        "targets": [_target(panel, index) for index in range(len(panel.queries))],
-    }
-
-
-def _target(panel: Panel, index: int) -> Json:
-    query = panel.queries[index]
-    return {
-        "refId": chr(ord("A") + index),
-        "datasource": SOURCE,
-        "expr": query.expression,
-        "legendFormat": query.legend or "__auto",
-        "instant": panel.kind == "stat",
-        "range": panel.kind != "stat",
-    }
-
-
-def expressions(dashboard: Json, namespace: str, training_job: str, window: str = "1m", shown: str = "1h") -> list[str]:
-    """Every query of a dashboard's JSON with Grafana's variables filled in: PromQL, in the panels' order.
-
-    `window` stands for the interval of rates, `shown` for the time range of the page; both are PromQL durations.
-    """
-    values = {
-        RATE_WINDOW: window,
-        RANGE: shown,
-        f"${NAMESPACE_LABEL}": namespace,
-        f"${JOB_LABEL}": training_job,
-    }
-    found = []
-    for panel in dashboard["panels"]:
-        for target in panel.get("targets", []):
-            expression = target["expr"]
-            for name, value in values.items():
-                expression = expression.replace(name, value)
-            found.append(expression)
-    return found
+ALL = (FLEET, JOB, MEMORY_TIERS, SWEEP, OPERATOR)

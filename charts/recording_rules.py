@@ -35,6 +35,7 @@ GROUP = "spillway-nodes"
 FREE = "node_tier:spillway_free_bytes:min"
 UNREQUESTED = "node_tier:spillway_unrequested_bytes:sum"
 HEADROOM = "node_tier:spillway_headroom_bytes:min"
+UNREQUESTED_DEVICES = "node:spillway_unrequested_devices:sum"
 NODE_PRESSURE = {
     "node:spillway_memory_stalled:rate2m": (NODE_MEMORY_STALLED.name, signals.STALLED_SERIES),
     "node:spillway_memory_waiting:rate2m": (NODE_MEMORY_WAITING.name, "node_pressure_memory_waiting_seconds_total"),
@@ -102,7 +103,7 @@ def unrequested(resource: str) -> str:
 REQUEST_RULES = (
     Rule(UNREQUESTED, unrequested("memory"), Tier.HOST),
     Rule(UNREQUESTED, unrequested("ephemeral_storage"), Tier.NVME),
-    Rule("node:spillway_unrequested_devices:sum", unrequested("nvidia_com_gpu")),
+    Rule(UNREQUESTED_DEVICES, unrequested("nvidia_com_gpu")),
 )
 HEADROOM_RULE = Rule(HEADROOM, f'min by (node, tier) ({{__name__=~"{FREE}|{UNREQUESTED}"}})')
 

@@ -104,6 +104,15 @@ class Bed:
         unfinished.write_text(json.dumps([{"targets": [address], "labels": dict(labels)}]), encoding="utf-8")
         unfinished.rename(target)
 
+    def rules(self, name: str, groups: Mapping[str, object] | None) -> None:
+        """Have Prometheus evaluate these rules, too; None: no longer."""
+        target = self.state.injected / f"{name}.rules"
+        if groups is None:
+            target.unlink()
+        else:
+            target.write_text(json.dumps(groups), encoding="utf-8")
+        api.fetch(f"{PROMETHEUS}/-/reload", data=b"")
+
     def claim(self, name: str, namespace: str, access_modes: Sequence[str] = ("ReadWriteMany",)) -> Path:
         """Make a bound claim; the folder behind it, writable by the user that pods run as."""
         folder = self.state.volumes / namespace / name

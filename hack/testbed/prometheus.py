@@ -6,7 +6,7 @@ import re
 
 from . import api, certificates
 from .certificates import PROMETHEUS as IDENTITY
-from .layout import NODE, NODE_EXPORTER, PROMETHEUS, State, write_setting
+from .layout import NODE, NODE_EXPORTER, PROMETHEUS, REPOSITORY, State, write_setting
 from .processes import start, wait_until
 
 START_SECONDS = 30
@@ -14,6 +14,7 @@ SCRAPE_INTERVAL = "2s"
 JOB_LABEL = "spillway.dev/job"
 NODE_EXPORTERS = "spillway-node-exporter"
 """of the chart, and their job"""
+RULES = REPOSITORY / "charts" / "spillway" / "files" / "rules"
 PORT = "metrics"
 """name of the container port that is scraped"""
 
@@ -57,7 +58,12 @@ def _ready() -> bool:
 
 def _settings(state: State) -> dict[str, object]:
     return {
-        "global": {"scrape_interval": SCRAPE_INTERVAL, "scrape_timeout": SCRAPE_INTERVAL},
+        "global": {
+            "scrape_interval": SCRAPE_INTERVAL,
+            "scrape_timeout": SCRAPE_INTERVAL,
+            "evaluation_interval": SCRAPE_INTERVAL,
+        },
+        "rule_files": [str(RULES / "*.yaml"), str(state.injected / "*.rules")],
         "scrape_configs": [
             _pods(
                 state,

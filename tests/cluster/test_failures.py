@@ -38,6 +38,15 @@ def left_by_the_trainer(code: int) -> str:
     return json.dumps(said)
 
 
+def shown(dashboard: str, title: str, namespace: str, job: str = "") -> str:
+    """The first query of a panel or event of a dashboard."""
+    import dashboards  # charts/: on the path by conftest
+    from grafana import as_json, expressions
+
+    (model,) = (as_json(one) for one in dashboards.ALL if one.name == dashboard)
+    return dict(reversed(expressions(model, namespace, job)))[title]
+
+
 ENDINGS = [
     ExitCode.USER_ERROR, ExitCode.DEVICE_OUT_OF_MEMORY, ExitCode.NON_FINITE, ExitCode.SPILL_VOLUME_FULL,
     ExitCode.SPILL_IO_ERROR, ExitCode.CHECKPOINT_CORRUPT, ExitCode.PREEMPTED, ExitCode.HOST_OUT_OF_MEMORY, 1, 139,
@@ -84,6 +93,13 @@ def test_prometheus_counts_each_end_by_its_reason_and_the_alert_names_the_jobs(
     named = {one.labels["training_job"]: one.labels["reason"] for one in spillway.bed.query(failed)
              if one.labels["namespace"] == namespace}  # fmt: skip
     assert named == {f"counts-{code}": reason_of(code) for code in codes}
+    rows = spillway.bed.query(shown("fleet", "Why, and for how long", namespace))
+    assert {(row.labels["training_job"], row.labels["condition"]) for row in rows} == {
+        (f"counts-{code}", "Failed") for code in codes
+    }
+    assert {row.labels["reason"] for row in spillway.bed.query(shown("fleet", "Attempts ended", namespace))} == {
+        reason_of(code) for code in codes
+    }
 
 
 def test_a_hostile_termination_message_is_bounded_and_changes_no_reason(spillway: Installed, namespace: str) -> None:
@@ -141,6 +157,7 @@ def test_out_of_memory_in_a_rank_alone_is_named_and_gets_a_larger_pod(spillway: 
     (one,) = job["status"]["escalations"]
     assert (one["attempt"], one["reason"]) == (1, OOM_KILLED)
     assert "more than its plan needs" in one["change"]
+    spillway.until_measured({shown("job", "Out of memory: next attempt with another plan", namespace, "filled"): 1.0})
     assert job["status"]["attempts"].get("restarts", 0) == 0
 
 
@@ -170,6 +187,7 @@ def test_a_killed_rank_restarts_all_from_the_checkpoint(spillway: Installed, nam
     (epoch,) = folder.rglob("epoch-2.json")
     resumes_from = CheckpointName.parse(unseal(epoch.read_bytes())["resumes_from"])
     assert resumes_from is not None and resumes_from.epoch == 1 and resumes_from.step >= saved
+    spillway.until_measured({shown("job", "Attempt ended early", namespace, name): 1.0})
 
 
 def test_a_deleted_pod_is_a_disruption_and_costs_no_restart(spillway: Installed, namespace: str) -> None:

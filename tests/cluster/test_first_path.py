@@ -124,20 +124,28 @@ def test_prometheus_holds_tier_series_of_both_ranks(trained: Trained) -> None:
 
 
 DASHBOARDS = CHART / "files" / "dashboards"
+NOT_HERE = {
+    # The job has no fault; test_failures.py and test_live_correction.py ask for these.
+    "Attempt ended early", "Out of memory: next attempt with another plan", "Live correction: smaller spill files",
+    "Why, and for how long", "Steps trained again", "Plans changed because memory ran out",
+    # The machine has no GPU, and its drive reports no wear.
+    "Device", "Unrequested GPUs", "Drive wear",
+}  # fmt: skip
+"""Panels and events that may be empty."""
 
 
 @pytest.mark.parametrize("name", sorted({file.stem for file in DASHBOARDS.glob("*.json")} - {"sweep"}))
 def test_every_query_of_the_dashboards_returns_data(trained: Trained, name: str) -> None:
     """`sweep`: in test_sweep.py, for a job with members."""
-    from dashboards import expressions  # charts/: on the path by conftest
+    from grafana import expressions  # charts/: on the path by conftest
 
     empty = []
     dashboard = json.loads((DASHBOARDS / f"{name}.json").read_text(encoding="utf-8"))
-    for expression in expressions(dashboard, trained.namespace, NAME):
+    for title, expression in expressions(dashboard, trained.namespace, NAME):
         # After the job's end: as the dashboard would have shown it while it ran.
         if not trained.bed.query(f"last_over_time(({expression})[10m:2s])"):
-            empty.append(expression)
-    assert not empty
+            empty.append(title)
+    assert {*empty} <= NOT_HERE
 
 
 def test_prometheus_holds_the_service_levels_of_the_jobs_namespace(trained: Trained) -> None:

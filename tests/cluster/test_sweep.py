@@ -13,6 +13,13 @@ from spillway_trainer.checkpoints.sealed_json import unseal
 
 NAME = "sweep"
 SECONDS = 180.0
+WITHOUT_FAULTS = {
+    "Checkpoint",  # this job has no claim for checkpoints
+    "Attempt ended early",
+    "Out of memory: next attempt with another plan",
+    "Live correction: smaller spill files",
+}
+"""Events of the dashboard that do not happen to this job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +84,15 @@ def test_its_progress_is_that_of_all_members_together(swept: Swept) -> None:
 
 
 def test_every_query_of_the_sweeps_dashboard_returns_data(swept: Swept) -> None:
-    from dashboards import expressions  # charts/: on the path by conftest
+    from grafana import expressions  # charts/: on the path by conftest
 
     dashboard = json.loads((CHART / "files" / "dashboards" / "sweep.json").read_text(encoding="utf-8"))
     empty = []
-    for expression in expressions(dashboard, swept.namespace, NAME):
+    for title, expression in expressions(dashboard, swept.namespace, NAME):
         # After the job's end: as the dashboard would have shown it while it ran.
         if not swept.installed.bed.query(f"last_over_time(({expression})[10m:2s])"):
-            empty.append(expression)
-    assert not empty
+            empty.append(title)
+    assert {*empty} <= WITHOUT_FAULTS
 
 
 def test_a_sweep_on_two_devices_whose_pod_is_deleted_trains_every_member_to_its_end(

@@ -14,7 +14,7 @@ import alerts
 import chart_files
 import recording_rules
 from cases.alert_cases import CASES, CHECKPOINT_TIME, HEALTHY, AlertCase, Series
-from harness.page_commands import RUNBOOKS, commands_of
+from harness.page_commands import INHIBITED, RUNBOOKS, commands_of
 from harness.places import ROOT
 from harness.promtool import needs_promtool, promtool, unit_tested
 from spillway import metrics
@@ -24,14 +24,6 @@ RULES = ROOT / chart_files.FILES / "rules"
 ALERTS = {alert.name: alert for alert in alerts.ALL}
 SECTIONS = dict(re.findall(r"^## (Spillway\w+)\n(.*?)(?=^## |\Z)", RUNBOOKS.read_text("utf-8"), re.M | re.S))
 """alert -> its text"""
-INHIBITED = {
-    (firing, silenced): labels
-    for firing, others, labels in re.findall(
-        r"^\| (Spillway\w+) \| (.*?) \| (.*?) \|$", RUNBOOKS.read_text("utf-8"), re.M
-    )
-    for silenced in others.split(", ")
-}
-"""(alert, what it silences) -> labels that are equal, as the page's table says"""
 
 
 def test_the_file_is_in_step_with_its_source() -> None:

@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard as Model
 
+import alerts
 import chart_files
 import dashboards
+import grafana
+import recording_rules
 from harness.built_programs import built_program
 from harness.places import ROOT
 from spillway import metrics
@@ -19,11 +24,20 @@ from spillway import metrics
 Json = dict[str, Any]
 
 FILES = {path.stem: path for path in (ROOT / chart_files.FILES / "dashboards").glob("*.json")}
-DECLARED = {metric.name: metric for metric in (*metrics.ALL, *metrics.SWEEP)}
+TRAINER = {metric.name for metric in (*metrics.ALL, *metrics.SWEEP)}
+DECLARED = {metric.name: metric for metric in (*metrics.ALL, *metrics.SWEEP, *metrics.OPERATOR, *metrics.NODE)}
+RECORDED = {rule.record for rule in recording_rules.ALL}
 TARGET_LABELS = {"namespace", metrics.JOB_LABEL, "pod", "node"}
 """what the scrape configuration sets"""
+OF_A_JOB = {"job", "memory-tiers", "sweep"}
+"""dashboards"""
+COLUMNS = 24
+"""of Grafana's grid"""
 UNITS = {"short", "s", "bytes", "Bps", "percentunit"}
-KEYWORDS = {"max", "min", "sum", "avg", "count", "by", "rate", "increase", "deriv", "resets", "time"}
+KEYWORDS = {
+    "max", "min", "sum", "avg", "count", "by", "rate", "increase", "deriv", "resets", "time", "offset", "or", "vector",
+    "topk", "bottomk", "sort_desc", "histogram_quantile", "label_replace",
+}  # fmt: skip
 
 
 def model(name: str) -> Json:
@@ -36,16 +50,18 @@ def panels(name: str) -> list[Json]:
 
 def queries() -> list[tuple[str, str]]:
     """(dashboard, expression with variables filled in)"""
-    return [(name, query) for name in FILES for query in dashboards.expressions(model(name), "team-a", "demo")]
+    return [(name, query) for name in FILES for _, query in grafana.expressions(model(name), "team-a", "demo")]
 
 
-def test_the_files_are_in_step_with_their_source(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(FILES) == {"job", "memory-tiers", "sweep"}
-    assert json.dumps(model("job")) == json.dumps(dashboards.as_json(dashboards.JOB)), (
-        "run `python charts/chart_files.py`"
-    )
-    assert json.dumps(model("memory-tiers")) == json.dumps(dashboards.as_json(dashboards.MEMORY_TIERS))
-    assert json.dumps(model("sweep")) == json.dumps(dashboards.as_json(dashboards.SWEEP))
+def metric_of(series: str) -> metrics.Metric:
+    """Also of a histogram's series."""
+    return DECLARED[series.removesuffix("_bucket")]
+
+
+def test_the_files_are_in_step_with_their_source() -> None:
+    assert set(FILES) == {dashboard.name for dashboard in dashboards.ALL}
+    for dashboard in dashboards.ALL:
+        assert json.dumps(model(dashboard.name)) == json.dumps(grafana.as_json(dashboard)), "run `make crds`"
 
 
 def test_check_names_the_file_that_is_out_of_step(
@@ -72,21 +88,23 @@ def test_the_chart_links_to_the_crds_instead_of_copying_them() -> None:
 
 @pytest.mark.parametrize(("name", "query"), queries())
 def test_every_metric_and_label_is_declared(name: str, query: str) -> None:
-    found = re.findall(rf"({metrics.PREFIX}\w+)(?:{{([^}}]*)}})?", query)
-    assert found, "a query without a metric shows nothing of ours"
+    found = re.findall(rf"(?<![\w:])({metrics.PREFIX}\w+)(?:{{([^}}]*)}})?", query)
+    assert found or any(record in query for record in RECORDED), "a query without a metric shows nothing of ours"
     for metric, selector in found:
-        assert metric in DECLARED
-        used = set(re.findall(r'(\w+)="', selector))
-        assert used <= TARGET_LABELS | set(DECLARED[metric].labels), query
-        assert {"namespace", metrics.JOB_LABEL} <= used, "shows other jobs, too"
+        used = set(re.findall(r'(\w+)(?:=|!=|=~)"', selector))
+        assert used <= TARGET_LABELS | set(metric_of(metric).labels), query
+        if name in OF_A_JOB:
+            assert {"namespace", metrics.JOB_LABEL} <= used, "shows other jobs, too"
+        elif "namespace" in metric_of(metric).labels:
+            assert "namespace" in used, "shows other namespaces, too"
     grouped = {label for labels in re.findall(r"by \(([^)]*)\)", query) for label in re.split(r"\s*,\s*", labels)}
-    assert grouped <= TARGET_LABELS.union(*(DECLARED[metric].labels for metric, _ in found))
+    assert grouped - {"", "le"} <= TARGET_LABELS.union(*(metric_of(metric).labels for metric, _ in found))
 
 
 @pytest.mark.parametrize(("name", "query"), queries())
 def test_counters_are_read_as_rates_and_gauges_are_not(name: str, query: str) -> None:
-    for function, metric in re.findall(r"(?:(\w+)\()?(spillway_\w+)", query):
-        assert (function in ("rate", "increase")) is (DECLARED[metric].kind == "counter"), query
+    for function, metric in re.findall(r"(?:(\w+)\()?(?<![\w:])(spillway_\w+)", query):
+        assert (function in ("rate", "increase")) is (metric_of(metric).kind in ("counter", "histogram")), query
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -97,6 +115,7 @@ def test_legends_name_labels_that_their_queries_keep(name: str) -> None:
             grouped = {
                 label for labels in re.findall(r"by \(([^)]*)\)", target["expr"]) for label in labels.split(", ")
             }
+            grouped |= {"node"} if "node:" in target["expr"] or "node_tier:" in target["expr"] else set()
             assert named <= grouped, target
 
 
@@ -104,16 +123,16 @@ def test_legends_name_labels_that_their_queries_keep(name: str) -> None:
 def test_every_variable_is_defined_and_filled_in(name: str) -> None:
     defined = {variable["name"] for variable in model(name)["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)\}?", FILES[name].read_text(encoding="utf-8")))
-    assert used - {"__rate_interval", "__range"} == defined
+    assert used - {"__rate_interval", "__range", "__data"} == defined
     assert [query for _, query in queries() if "$" in query] == []
 
 
 def test_expressions_fill_in_what_they_are_given() -> None:
-    found = dashboards.expressions(model("job"), "n", "j", window="7s", shown="9m")
-    assert found[0] == f'max({metrics.STEP.name}{{namespace="n",{metrics.JOB_LABEL}="j"}})'
-    assert any("[7s]" in query for query in found)
-    assert any(f"[9m:{dashboards.RESOLUTION}]" in query for query in found)
-    assert len(found) == sum(len(panel["targets"]) for panel in panels("job"))
+    found = grafana.expressions(model("job"), "n", "j", window="7s", shown="9m")
+    assert found[0] == ("Step", f'max({metrics.STEP.name}{{namespace="n",{metrics.JOB_LABEL}="j"}})')
+    assert any("[7s]" in query for _, query in found)
+    assert any(f"[9m:{grafana.RESOLUTION}]" in query for _, query in found)
+    assert len(found) == sum(len(panel["targets"]) for panel in panels("job")) + len(dashboards.EVENTS)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -136,25 +155,67 @@ def test_panels_fill_their_rows_and_never_overlap(name: str) -> None:
             for y in range(place["y"], place["y"] + place["h"])
         }
         assert not cells & taken, panel["title"]
-        assert max(x for x, _ in cells) < dashboards.COLUMNS
+        assert max(x for x, _ in cells) < COLUMNS
         taken |= cells
     bottom = max(y for _, y in taken) + 1
-    assert len(taken) == bottom * dashboards.COLUMNS, "a gap"
+    assert len(taken) == bottom * COLUMNS, "a gap"
     ids = [panel["id"] for panel in model(name)["panels"]]
     assert len(set(ids)) == len(ids)
 
 
-def test_the_dashboards_show_every_series_of_a_trainer() -> None:
+def test_the_dashboards_show_every_series_of_a_trainer_and_of_the_operator() -> None:
     """What is exported and shown nowhere is either a panel that is missing or a series that nobody needs."""
-    shown = set(re.findall(rf"{metrics.PREFIX}\w+", " ".join(query for _, query in queries())))
-    assert set(DECLARED) - shown == set()
+    shown = set(re.findall(rf"(?<![\w:]){metrics.PREFIX}\w+", " ".join(query for _, query in queries())))
+    missing = TRAINER | {metric.name for metric in metrics.OPERATOR}
+    assert missing - {series.removesuffix("_bucket") for series in shown} == set()
+
+
+def test_the_red_of_a_panel_begins_where_its_alert_does() -> None:
+    limits = {
+        (step["value"], panel["title"])
+        for name in FILES
+        for panel in panels(name)
+        for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        if step["value"] is not None
+    }
+    fired = " ".join(alert.expression for alert in alerts.ALL)
+    for value, title in limits - {(1, "Leaders"), (1, "Nodes avoided")}:  # these alerts ask for 0 and for more than 0
+        assert re.search(rf"(?:>|<|>=) {value:.12g}\b", fired), title
+    assert len(limits) >= 12
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_grafanas_own_types_read_a_dashboard_back_unchanged(name: str) -> None:
+    written = model(name)
+    read = json.loads(json.dumps(Model.from_json(written), cls=JSONEncoder))
+    for annotation in written["annotations"]["list"]:  # the types lack these two
+        del annotation["titleFormat"], annotation["useValueForTime"]
+    assert read == written
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_events_mark_the_graphs_of_a_job(name: str) -> None:
+    events = [annotation["name"] for annotation in model(name)["annotations"]["list"]]
+    assert events == ([event.name for event in dashboards.EVENTS] if name in OF_A_JOB else [])
+
+
+def test_a_row_of_the_waiting_jobs_opens_the_jobs_dashboard() -> None:
+    (table,) = (panel for panel in panels("fleet") if panel["type"] == "table")
+    (link,) = table["fieldConfig"]["defaults"]["links"]
+    page, _, values = link["url"].partition("?")
+    assert page == f"/d/{model('job')['uid']}"
+    assert values == "&".join(
+        f"var-{name}=${{__data.fields.{name}}}"
+        for name in (variable["name"] for variable in model("job")["templating"]["list"][1:])
+    )
 
 
 def test_queries_use_no_function_that_nobody_checked() -> None:
     for _, query in queries():
         bare = re.sub(r"{[^}]*}|\[[^]]*\]", "", query)
-        words = set(re.findall(r"[a-z_]{2,}", bare)) - set(DECLARED)
-        assert words <= KEYWORDS | {"rank", "tier", "phase", "link", "backend", "kind", "member", "state"}, query
+        bare = re.sub(r'"[^"]*"|by \([^)]*\)', "", bare)
+        words = set(re.findall(r"\b[a-z_:0-9]*[a-z_]{2,}[a-z_:0-9]*\b", bare)) - RECORDED - alerts.FOREIGN.keys()
+        assert {word for word in words if word.removesuffix("_bucket") not in DECLARED} <= KEYWORDS, query
 
 
 def test_prometheus_own_parser_accepts_every_query(tmp_path: Path) -> None:

@@ -15,7 +15,16 @@ from harness.places import ROOT
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").iterdir())]
 RUNBOOKS = ROOT / "docs" / "runbooks.md"
-"""Its commands have placeholders and need a fault to look at: tests/contract/test_alerts.py parses them instead."""
+"""Its commands have placeholders and need a fault to look at: tests/contract/test_alerts.py parses them instead, and
+tests/cluster/alone/test_alerts.py runs those of the faults that it makes."""
+INHIBITED = {
+    (firing, silenced): labels
+    for firing, others, labels in re.findall(
+        r"^\| (Spillway\w+) \| (.*?) \| (.*?) \|$", RUNBOOKS.read_text("utf-8"), re.M
+    )
+    for silenced in others.split(", ")
+}
+"""(alert, what it silences) -> labels that are equal, as the runbook's table says"""
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SHELLS = ("bash", "sh", "shell", "console")
 PROGRAM = re.compile(

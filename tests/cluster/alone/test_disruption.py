@@ -95,6 +95,14 @@ def attempts_of(job: Document) -> Document:
     return job["status"].get("attempts", {})  # type: ignore[no-any-return]
 
 
+def alerted(bed: Bed, name: str, namespace: str) -> bool:
+    """Whether the alert's query has a series of the namespace."""
+    import alerts  # charts/: on the path by conftest
+
+    (expression,) = (alert.expression for alert in alerts.ALL if alert.name == name)
+    return any(one.labels["namespace"] == namespace for one in bed.query(expression))
+
+
 def on_claim(spillway: Installed, namespace: str, name: str, **changes: object) -> tuple[Document, Path]:
     """A job with a claim of its own for text and checkpoints, and the folder behind it."""
     folder = spillway.bed.claim(name, namespace)
@@ -266,6 +274,7 @@ def test_what_a_zombie_on_a_lost_node_commits_is_never_resumed(two_nodes: Instal
         spillway.bed.restart(replace(WANTED, second_node=True))
         started = time.monotonic()
         found = lose_a_node(spillway, namespace, len(trials), moments)
+        assert alerted(spillway.bed, "SpillwayAttemptsLost", namespace)
         for trial in found:
             print(assert_fenced(spillway, namespace, trial))
         print(f"{time.monotonic() - started:.0f} s")

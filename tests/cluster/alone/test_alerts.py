@@ -1,0 +1,274 @@
+"""Faults on the test bed fire their alerts in a real Prometheus, and no other alert that is not declared inhibited; the
+runbook's commands then run.
+
+The clock of the alerts runs FASTER than the chart's: all their durations are divided. Not shown here, because the bed
+lacks what they need: alerts on series of kube-state-metrics and of the kubelet's volumes (SpillwayNodeLost, claims),
+and a spill drive that fails; tests/contract/test_alerts.py has cases for these.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import http.client
+import os
+import re
+import shlex
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from harness.installed import (
+    LONG,
+    ON_REAL_NODES,
+    RELEASE,
+    SYSTEM_NAMESPACE,
+    TRAINERS,
+    Document,
+    Installed,
+    OperatorImage,
+    example,
+    install,
+    named,
+)
+from harness.page_commands import INHIBITED, RUNBOOKS, Shell, commands_of
+from harness.patience import wait_until
+from testbed.client import Bed
+from testbed.errors import Failed
+from testbed.layout import ADDRESS, PROMETHEUS, REPOSITORY
+from testbed.processes import run
+
+pytestmark = pytest.mark.full
+
+FASTER = 20
+CLOCK = "fast"
+"""label of these alerts: the chart's own are evaluated, too"""
+SECONDS = 180.0
+ACCOUNT = "faulty"
+"""not the account of the other tests, whose rights are held against their use"""
+CHANGES_SOMETHING = ("kubectl edit", "kubectl cordon", "kubectl uncordon", "kubectl rollout", "kubectl delete")
+FILL = """
+import os, time
+for _ in range(200):
+    if os.fork() == 0:
+        held = bytearray(b'1') * (48 << 20)
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.05)
+"""
+
+
+def faster(text: str) -> str:
+    """A duration of a rule, or an expression's durations and limits in seconds: limits of 100 and more are seconds."""
+    in_seconds = {"s": 1, "m": 60, "h": 3600}
+
+    def shorter(found: re.Match[str]) -> str:
+        return f"{int(found[1]) * in_seconds[found[2]] // FASTER}s"
+
+    text = re.sub(r"(?<![\w.])(\d+)([smh])\b", shorter, text)
+    return re.sub(r"(?<=[<>=] )(\d{3,})\b", lambda found: str(int(found[1]) // FASTER), text)
+
+
+@pytest.fixture(scope="module")
+def fast(testbed: Bed) -> Iterator[Bed]:
+    import alerts  # charts/: on the path by conftest
+
+    rules = copy.deepcopy(alerts.as_json())
+    rules["groups"][0] |= {"name": "fast", "interval": "1s"}
+    for rule in rules["groups"][0]["rules"]:
+        rule |= {"expr": faster(rule["expr"]), "for": faster(rule["for"])}
+        rule["labels"] |= {"clock": CLOCK}
+    testbed.rules("fast", rules)
+    yield testbed
+    testbed.rules("fast", None)
+
+
+def firing(bed: Bed, **labels: str) -> dict[str, Document]:
+    """Name -> labels of the alerts that fire and have these labels."""
+    chosen = ",".join(f'{name}="{value}"' for name, value in {"clock": CLOCK, **labels}.items())
+    found = bed.query(f'ALERTS{{alertstate="firing",{chosen}}}')
+    return {one.labels["alertname"]: dict(one.labels) for one in found}
+
+
+def fires(bed: Bed, name: str, beside: frozenset[str] = frozenset(), **labels: str) -> None:
+    """The alert does, and of those with these labels no other one but `beside` and what the runbook mutes."""
+    found: dict[str, Document] = {}
+
+    def reached() -> bool:
+        found.clear()
+        found.update(firing(bed, **labels))
+        return name in found
+
+    wait_until(reached, why=lambda: f"{name} does not fire, only {found}", seconds=SECONDS, pause=0.5)
+    muted = {silenced for one, silenced in INHIBITED if one in found}
+    assert found.keys() - muted <= {name, *beside}, found
+    run_the_runbook(bed, found[name])
+
+
+def run_the_runbook(bed: Bed, alert: Document) -> None:
+    """Every command of the alert's section that only looks ends well."""
+    sections = dict(re.findall(r"^## (Spillway\w+)\n(.*?)(?=^## |\Z)", RUNBOOKS.read_text("utf-8"), re.M | re.S))
+    page = bed.state.data / "section.md"
+    page.write_text(sections[alert["alertname"]], encoding="utf-8")
+    environment = {
+        "KUBECONFIG": str(bed.kubeconfig), "HOME": str(bed.state.data),
+        "PATH": os.pathsep.join(map(str, (REPOSITORY / ".venv" / "bin", bed.state.bin, "/usr/bin", "/bin"))),
+    }  # fmt: skip
+    words = {"-n spillway": f"-n {SYSTEM_NAMESPACE}", "spillway:spillway": f"{SYSTEM_NAMESPACE}:{ACCOUNT}"}
+    words |= {"NAMESPACE": alert.get("namespace", "default"), "JOB": alert.get("training_job", "-")}
+    shell = Shell(bed.state.data, environment, words)
+    for command in commands_of(page):
+        if not command.startswith(CHANGES_SOMETHING) and not {"NODE", "POD", "CLAIM"} & set(shlex.split(command)):
+            print(f"\n$ {command}\n{shell.run(command)[-1500:]}")
+
+
+def trains(spillway: Installed, namespace: str, job: Document) -> str:
+    """Create it; the name of a pod of it, once it trains."""
+    spillway.create(job)
+    name = job["metadata"]["name"]
+    spillway.until(lambda found: found["status"].get("progress", {}).get("step", 0) > 5, namespace, name)
+    pod: str = spillway.children("pod", namespace, name)[-1]["metadata"]["name"]
+    return pod
+
+
+def test_a_rank_that_hangs(fast: Bed, spillway: Installed, namespace: str) -> None:
+    """One of two: the other waits for it, and its exporter says since when."""
+    fast.claim("two-pod", namespace)
+    job = example("two-pod", namespace, training__steps=LONG)
+    pod = trains(spillway, namespace, job)
+    stop = TRAINERS.format(signal="SIGSTOP")
+    fast.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", stop)
+    of_job = {"namespace": namespace, "training_job": job["metadata"]["name"]}
+    fires(fast, "SpillwayRankSilent", **of_job)
+
+
+def test_a_job_that_runs_out_of_memory_again(fast: Bed, spillway: Installed, namespace: str) -> None:
+    job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "filled")
+    pod = trains(spillway, namespace, job)
+    for attempt in (1, 2):
+        with suppress(Failed):  # the neighbours end with their container
+            fast.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", FILL)
+        found = spillway.until(
+            lambda found, ended=attempt: found["status"]["attempts"]["total"] == ended + 1
+            and found["status"].get("progress", {}).get("step", 0) > 0,
+            namespace, "filled", SECONDS,
+        )  # fmt: skip
+        assert len(found["status"]["escalations"]) == attempt
+        pods = spillway.children("pod", namespace, "filled")
+        pod = next(one["metadata"]["name"] for one in pods if one["status"]["phase"] == "Running")
+    fires(fast, "SpillwayJobOutOfMemory", namespace=namespace, training_job="filled")
+
+
+def test_a_checkpoint_volume_that_is_full(fast: Bed, spillway: Installed, namespace: str) -> None:
+    folder = fast.claim("one-pod", namespace)
+    owner = folder.stat().st_uid
+    run(["mount", "-t", "tmpfs", "-o", f"size=256m,uid={owner},gid={owner},mode=2775", "tmpfs", folder])
+    try:
+        job = named(example("one-pod", namespace, training__steps=LONG, checkpoint__everySteps=20), "saves")
+        trains(spillway, namespace, job)
+        spillway.until(lambda found: "checkpoint" in found["status"], namespace, "saves")
+        with suppress(OSError), (folder / "fill").open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+        fires(fast, "SpillwayCheckpointNotWritten", namespace=namespace, training_job="saves")
+        fast.kubectl("delete", "trainingjobs.spillway.dev", "saves", "-n", namespace, "--timeout=120s")
+        wait_until(lambda: not spillway.children("pod", namespace, "saves"), why=lambda: "its pod stays", pause=0.5)
+    finally:
+        run(["umount", "--lazy", folder])
+
+
+# --- the operator -----------------------------------------------------------------------------------------------------
+
+
+def expired_certificate() -> dict[str, str]:
+    """Of the progress endpoint, since yesterday."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "expired")])
+    now = datetime.datetime.now(datetime.UTC)
+    host = f"{RELEASE}.{SYSTEM_NAMESPACE}.svc"
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=9))
+        .not_valid_after(now - datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ).decode()
+    return {"tls.crt": pem, "tls.key": secret, "ca.crt": pem}
+
+
+@contextmanager
+def proxied() -> Iterator[str]:
+    """The URL of Prometheus through a proxy, which is gone afterwards."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            behind = http.client.HTTPConnection(PROMETHEUS.removeprefix("http://"), timeout=10)
+            sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            kind = {"Content-Type": self.headers.get("Content-Type", "text/plain")}
+            behind.request(self.command, self.path, sent, kind)
+            answer = behind.getresponse()
+            body = answer.read()
+            self.send_response(answer.status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Nobody reads it."""
+
+    server = ThreadingHTTPServer((ADDRESS, 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://{ADDRESS}:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_an_operator_with_an_expired_certificate_without_metrics_and_without_a_right(
+    fast: Bed, spillway: Installed, operator_image: OperatorImage, namespace: str
+) -> None:
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "expired", "namespace": SYSTEM_NAMESPACE}}
+    fast.apply({**secret, "type": "kubernetes.io/tls", "stringData": expired_certificate()})
+    try:
+        with proxied() as url:
+            faulty = ("progress.tls.secretName=expired", f"prometheus.url={url}", f"serviceAccount.name={ACCOUNT}")
+            install(fast, operator_image, (*ON_REAL_NODES, *faulty))
+            fires(fast, "SpillwayCertificateExpired")
+            wait_until(
+                lambda: bool(fast.query("spillway_operator_metrics_age_seconds < 10")),
+                why=lambda: "the operator read no metrics", seconds=SECONDS, pause=0.5,
+            )  # fmt: skip
+        fires(fast, "SpillwayPlacementMetricsStale", frozenset({"SpillwayCertificateExpired"}))
+        (binding,) = (
+            one["metadata"]["name"]
+            for one in fast.get("clusterrolebindings", "-l", f"app.kubernetes.io/instance={RELEASE}")["items"]
+            if one["roleRef"]["name"] == RELEASE
+        )
+        fast.kubectl("delete", "clusterrolebinding", binding)
+        spillway.create(named(example("one-pod", namespace, checkpoint__claim=None), "unseen"))
+        before = frozenset({"SpillwayCertificateExpired", "SpillwayPlacementMetricsStale"})
+        fires(fast, "SpillwayOperatorForbidden", before)
+    finally:
+        install(fast, operator_image)
+        fast.kubectl("delete", "secret", "expired", "-n", SYSTEM_NAMESPACE)
