@@ -61,7 +61,7 @@ spec:
   members:
   - {name: low, training: {optimizer: {learningRate: "1e-3"}}}
   - {name: high, training: {optimizer: {learningRate: "5e-2"}, gradientClipping: "0"}}
-  - {name: other-seed, training: {seed: 7}}
+  - {name: other-seed, model: {lora: {rank: 8}}, training: {seed: 7}}
 """
 FAILING = """  - name: exploding
     training: {optimizer: {learningRate: "10", weightDecay: "10"}, nonFinite: Fail, gradientClipping: "0",
@@ -233,8 +233,7 @@ def test_each_device_loads_the_base_once_per_round_for_all_its_members(tmp_path:
         f'training: {{optimizer: {{learningRate: "{index + 1}e-3"}}}}}}\n'
         for index in range(NUM_ADAPTERS)
     )
-    sizes = "{architecture: llama, hiddenSize: 32, numLayers: 2, numHeads: 2, intermediateSize: 64, vocabSize: 512}"
-    document = JOB[: JOB.index("  - {name: low")].replace("source: {path: MODEL}", f"config: {sizes}") + listed
+    document = JOB[: JOB.index("  - {name: low")] + listed
     loads = dict[int, int]()
     for num_devices, num_attached in ((1, 1), (2, NUM_ADAPTERS // 2)):
         job = sweep_file(tmp_path / str(num_devices), text, model, job=document)
@@ -306,7 +305,7 @@ def test_a_planned_sweep_on_one_base_stays_within_its_plan(
     )
     document = JOB.replace("OBJECTIVE", "").replace("TEXT", str(text))
     document = document.replace("source: {path: MODEL}", sizes)
-    document = document.replace("training: {seed: 7}", "model: {lora: {rank: 8}}")
+    document = document.replace(", training: {seed: 7}", "")
     document += (
         "  memory: {advanced: {parameters: {placement: Stream}}, budget: {device: 8Mi, host: 64Mi, nvme: 64Mi}}\n"
     )

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,9 +30,10 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.api.limits import INSPECTION_DEADLINE_SECONDS
 from spillway.api.load import load_job
+from spillway.api.members import solo_specs
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
-from spillway.planning.model_shape import ModelShape, ParameterShape, Segment
+from spillway.planning.model_shape import ModelShape, ParameterShape, Segment, adapters
 
 from .fetch import fetch_all
 from .models.build import build_model
@@ -44,8 +45,17 @@ _BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 
 
 def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
-    """The shape of the job's model at its micro-batch and sequence length. Raises UserError for a model that cannot be
-    built, and for one that a micro-batch does not pass through."""
+    """The shape of the job's model at its micro-batch and sequence length, with those of members whose adapters differ
+    from the job's. Raises UserError for a model that cannot be built, and for one that a micro-batch does not pass
+    through."""
+    of_members = {
+        adapters(one.model): one for one in solo_specs(spec) if one.model != spec.model and not one.model.config
+    }
+    others = tuple((key, _inspected(one, claims)) for key, one in of_members.items())
+    return replace(_inspected(spec, claims), others=others)
+
+
+def _inspected(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
     chain = build_model(spec, claims)
     try:
         return shape_of_chain(chain, spec.training.micro_batch_size, spec.training.sequence_length)
@@ -394,7 +404,7 @@ def _in_pod(asked: Path, termination: Path) -> int:
         if len(told) > MOST_TERMINATION_BYTES:
             raise UserError(
                 "spec.model: its layers differ so much that their sizes do not fit into a termination message (4096 "
-                "bytes); give the model fewer layers that differ"
+                "bytes); give the model fewer layers that differ, or the members fewer different model.lora"
             )
     except UserError as error:
         termination.write_text(str(error)[:MOST_TERMINATION_BYTES], encoding="utf-8", errors="replace")

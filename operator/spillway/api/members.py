@@ -141,12 +141,15 @@ def _overrides(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
             continue
         if own.training.early_stopping is not None and spec.training.early_stopping is None:
             yield FieldProblem(f"spec.members[{index}].training.earlyStopping", "{...}", NOT_OF_MEMBERS)
-        if own.model.config is None and own.model != spec.model:
-            path, given = next((path, value) for path, value in member.changes.items() if path.startswith("model."))
+        if own.model.config is None and own.model.model_copy(update={"lora": spec.model.lora}) != spec.model:
+            path, given = next(
+                (path, value)
+                for path, value in member.changes.items()
+                if path.startswith("model.") and not path.startswith("model.lora")
+            )
             unknown = (
-                "the sizes of a model from source or entrypoint are found by building it, and in a sweep only the "
-                "model of spec.model is built; let members differ only in training and data, or create a separate "
-                "job for this member"
+                "all members have the model of spec.model.source or spec.model.entrypoint; let members differ only in "
+                "model.lora, training and data, or create a separate job for this member"
             )
             yield FieldProblem(f"spec.members[{index}].{path}", shown(given), unknown)
         evaluated = (spec.data.evaluation, own.data.evaluation)

@@ -19,7 +19,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from spillway.api.field_types import MAX_MEMBERS
-from spillway.api.model import Lora, ModelConfig
+from spillway.api.model import Lora, Model, ModelConfig
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.plan import DeviceKind
@@ -152,6 +152,12 @@ class ModelShape:
     """Position tables, shared by all blocks and kept for the whole run."""
     tied: tuple[tuple[int, int], ...] = ()
     """(segment of the alias, segment of its owner), as positions in `segments`"""
+    others: tuple[tuple[str, ModelShape], ...] = ()
+    """Of an inspected sweep: the same model with the adapters of members, by `adapters`."""
+
+    def of_member(self, model: Model, jobs: Model) -> ModelShape | None:
+        """The shape of a member's model, if it was inspected with the job's, whose shape this is."""
+        return self if model == jobs else dict(self.others).get(adapters(model))
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -235,13 +241,13 @@ class ModelShape:
     def packed(self) -> str:
         """For a termination message, which holds 4096 bytes: of equal segments one is written."""
         document = json.loads(self.to_json())
-        segments = [document.pop("embedding"), *document.pop("blocks"), document.pop("head")]
-        names = [one.pop("name") for one in segments]
         unlike: list[Any] = []
-        for one in segments:
-            if one not in unlike:
-                unlike.append(one)
-        document |= {"names": names, "unlike": unlike, "segments": [unlike.index(one) for one in segments]}
+        for one in (document, *(shape for _, shape in document["others"])):
+            segments = [one.pop("embedding"), *one.pop("blocks"), one.pop("head")]
+            one["names"] = [segment.pop("name") for segment in segments]
+            unlike += [segment for index, segment in enumerate(segments) if segment not in [*unlike, *segments[:index]]]
+            one["segments"] = [unlike.index(segment) for segment in segments]
+        document["unlike"] = unlike
         return base64.b85encode(zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 9)).decode()
 
     @classmethod
@@ -250,16 +256,22 @@ class ModelShape:
         try:
             found = zlib.decompressobj().decompress(base64.b85decode(text.strip()), MOST_PACKED_BYTES)
             document = json.loads(found)
-            unlike, names = document.pop("unlike"), document.pop("names")
-            kinds = document.pop("segments")[:MOST_SEGMENTS]
-            segments = [{**unlike[kind], "name": name} for kind, name in zip(kinds, names, strict=True)]
-            document |= {"embedding": segments[0], "blocks": segments[1:-1], "head": segments[-1]}
+            unlike = document.pop("unlike")
+            for one in (document, *(shape for _, shape in document.get("others", ())[:MAX_MEMBERS])):
+                kinds, names = one.pop("segments")[:MOST_SEGMENTS], one.pop("names")
+                segments = [{**unlike[kind], "name": name} for kind, name in zip(kinds, names, strict=True)]
+                one |= {"embedding": segments[0], "blocks": segments[1:-1], "head": segments[-1]}
             return cls.from_json(json.dumps(document))
         except (zlib.error, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a packed shape: {type(error).__name__}: {error}") from error
 
 
 _DOCUMENT = TypeAdapter(ModelShape)
+
+
+def adapters(model: Model) -> str:
+    """What distinguishes members with one source or entry point."""
+    return "" if model.lora is None else model.lora.model_dump_json()
 
 
 def shape_of(spec: TrainingJobSpec, device: DeviceKind = "Cpu") -> ModelShape:

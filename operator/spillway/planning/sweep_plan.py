@@ -142,9 +142,8 @@ def _parking_seconds(nbytes: int, num_tensors: int, node: NodeSpec) -> float:
 
 
 def _shape(one: TrainingJob, job: TrainingJob, shape: ModelShape | None, node: NodeSpec) -> ModelShape:
-    if shape is not None and one.spec.model == job.spec.model:
-        return shape
-    return shape_of(one.spec, node.device_kind)
+    inspected = shape and shape.of_member(one.spec.model, job.spec.model)
+    return inspected or shape_of(one.spec, node.device_kind)
 
 
 def _envelope(job: TrainingJob, node: NodeSpec, members: Sequence[MemberPlan], how: Turns) -> MemoryPlan:

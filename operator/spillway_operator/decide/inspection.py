@@ -16,6 +16,7 @@ import json
 from typing import Any
 
 from spillway.api.limits import FETCH_DEADLINE_SECONDS, INSPECTION_DEADLINE_SECONDS, INSPECTION_MEMORY_BYTES
+from spillway.api.members import solo_specs
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import ExitCode
 from spillway.placement.able_nodes import pod_tolerations
@@ -66,9 +67,14 @@ def inspected(case: Case, job: TrainingJob, seen: Inspection) -> ModelShape | De
     name = job.metadata.name
     if seen.shape:
         shape = read_shape(seen.shape)
-        if shape is not None:
+        models = [one.model for one in solo_specs(job.spec) if one.model.config is None]
+        if shape is not None and all(shape.of_member(model, job.spec.model) for model in models):
             return shape
-        problem = f"ConfigMap {shape_name(name)} does not hold model sizes that this operator can read; delete it"
+        what = "model sizes that this operator can read" if shape is None else "the sizes of all members' models"
+        problem = (
+            f"ConfigMap {shape_name(name)} does not hold {what}; delete it and the Job that made it: "
+            f"kubectl delete configmap/{shape_name(name)} job/{job_name(name)} -n {job.metadata.namespace}"
+        )
         return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, problem))
     if not seen.job_uid:
         return write(case.found(_inspecting(job, "")), creates=(_job(case, job),), look_again=LOOK_SECONDS)
@@ -90,9 +96,13 @@ def read_shape(text: str) -> ModelShape | None:
         shape = ModelShape.unpacked(text)
     except ValueError:
         return None
+    every = [shape, *(other for _, other in shape.others)]
+    return shape if all(map(_is_sound, every)) else None
+
+
+def _is_sound(shape: ModelShape) -> bool:
     sizes = [shape.hidden_size, shape.vocab_size, shape.num_parameters, shape.compute_bytes, shape.trained_bytes]
-    sound = all(0 < size < LARGEST_SIZE for size in sizes) and all(one.num_parameters >= 0 for one in shape.segments)
-    return shape if sound else None
+    return all(0 < size < LARGEST_SIZE for size in sizes) and all(one.num_parameters >= 0 for one in shape.segments)
 
 
 def _waits(case: Case, found: Finding) -> Desired:

@@ -18,6 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cases.huggingface_models import BATCH, LENGTH, SPEC, VOCABULARY, batch_for, filled, spec_of, structural_chain
 from harness.allocator_peak import allocated_peak
+from spillway.api.members import solo_specs
+from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.planning.model_shape import ModelShape, Segment, model_shape
 from spillway_trainer import inspect as inspect_module
@@ -359,6 +361,29 @@ def test_the_command_refuses_with_a_sentence(tmp_path: Path) -> None:
     done = inspect_command(document, tmp_path)
     assert (done.returncode, done.stdout) == (64, "")
     assert done.stderr.startswith("spec.model.source: /nowhere/gpt2 is not a directory")
+
+
+def test_members_with_other_adapters_have_their_own_shapes(tmp_path: Path) -> None:
+    """In one answer, of which what they have in common is written once."""
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=3, n_head=2)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    spec = yaml.safe_load(SPEC)["spec"] | {"model": {"source": {"path": str(tmp_path / "gpt2")}, "lora": {"rank": 2}}}
+    spec["members"] = [
+        {"name": "two", "training": {"seed": 1}},
+        *({"name": f"rank-{rank}", "model": {"lora": {"rank": rank}}} for rank in (4, 8)),
+        {"name": "rank-8-too", "model": {"lora": {"rank": 8}}, "training": {"seed": 1}},
+    ]
+    asked = TrainingJobSpec.model_validate(spec)
+    shape = inspect_module.inspect(asked, {})
+    assert ModelShape.unpacked(shape.packed()) == shape and len(shape.packed()) < 2048
+    assert len(shape.others) == 2
+    for one in solo_specs(asked):
+        found = shape.of_member(one.model, asked.model)
+        assert found is not None and one.model.lora is not None
+        alone = inspect_module.inspect(one, {})
+        assert (found.segments, found.num_trained) == (alone.segments, alone.num_trained)
+        assert found.num_trained == one.model.lora.rank * shape.num_trained // 2
 
 
 @pytest.mark.parametrize("model", ["gpt2", "nowhere"])

@@ -7,7 +7,7 @@ import pytest
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
 from spillway.api.members import member_job, member_spec, problems_of
-from spillway.api.training_job import TrainingJob
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import InvalidJob
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planning.hardware import local_node
@@ -94,6 +94,17 @@ def test_members_are_the_same_after_a_journey_through_json() -> None:
 def test_what_a_member_cannot_be_is_refused_where_it_stands(members: str, where: str, allowed: str) -> None:
     problems = problems_of(sweep(members))
     assert any(where in one.path and allowed in one.problem for one in problems), problems
+
+
+def test_members_of_a_model_that_is_built_may_have_other_adapters_and_nothing_else_of_it() -> None:
+    listed = "{name: a, model: {lora: {rank: 8}}}, {name: b, model: {precision: {compute: float32}}}"
+    text = SWEEP.replace("config: {architecture: llama, hiddenSize: 64, numLayers: 2, numHeads: 4, vocabSize: 512}",
+                         "source: {path: /models/a}, lora: {rank: 4}")  # fmt: skip
+    given = parse_yaml(text.replace("OBJECTIVE", "").replace("MEMBERS", listed))
+    spec = TrainingJobSpec.model_validate(given["spec"])
+    (problem,) = problems_of(sweep(THREE).model_copy(update={"spec": spec}))
+    assert problem.path == "spec.members[1].model.precision.compute"
+    assert "let members differ only in model.lora, training and data" in problem.problem
 
 
 def test_sound_members_have_no_problems_and_a_stray_objective_has_one() -> None:

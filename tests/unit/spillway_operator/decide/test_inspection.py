@@ -13,6 +13,7 @@ import pytest
 from cases.job_documents import job
 from harness.cluster_model import NAME, NAMESPACE, UID, place
 from harness.observations import NOW, condition, decide, observed
+from spillway.api.model import Lora
 from spillway.placement.cluster_view import ClusterView
 from spillway.planning.model_shape import ModelShape, model_shape, shape_of
 from spillway_operator.decide import inspection
@@ -161,6 +162,30 @@ def test_a_model_that_cannot_be_built_is_said_with_what_to_do(found: Inspection,
     assert (status, reason) == ("False", "InspectionFailed") and why in message
     assert f"kubectl delete job {NAME}-inspect -n team" in message or "delete it" in message
     assert not desired.creates and not desired.deletes
+
+
+def test_members_are_planned_from_the_shapes_of_their_own_adapters() -> None:
+    ranks = {f"r{rank}": {"model": {"lora": {"rank": rank}}} for rank in (2, 8)}
+    members = {
+        "spec.model": {"source": {"claim": "models", "subPath": "tiny"}, "lora": {"rank": 4}},
+        "spec.members": [{"name": name, **one} for name, one in ranks.items()],
+    }
+    desired = decide(seen(Inspection(shape=SHAPE.packed()), members))
+    message = planned(desired)[2]
+    assert "does not hold the sizes of all members' models; delete it and the Job that made it" in message
+    assert f"configmap/{NAME}-model job/{NAME}-inspect -n team" in message
+    own = seen(Inspection(), members).job.spec
+    others = tuple((Lora.model_validate({"rank": rank}).model_dump_json(), SHAPE) for rank in (2, 8))
+    known = replace(SHAPE, others=others)
+    asked: list[ClusterView] = []
+
+    def recorded(wanted: Any, cluster: ClusterView) -> Any:
+        asked.append(cluster)
+        return place(wanted, cluster)
+
+    attempt = reconcile(seen(Inspection(shape=known.packed()), members), NOW, recorded)
+    assert asked[0].shape == known
+    assert [one["kind"] for one in attempt.creates] == ["ConfigMap", "Job"], (own, planned(attempt))
 
 
 def test_a_lost_pod_is_no_fault_of_the_model() -> None:
