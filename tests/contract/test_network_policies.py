@@ -16,6 +16,7 @@ import yaml
 
 from harness.places import GOLDEN
 from harness.rendered_chart import HELMS, MATRIX, NAMESPACE, NO_HELM, Object, of_kind, only, rendered
+from spillway_operator.decide.manifests import INSPECTION_LABEL
 
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(not HELMS, reason=NO_HELM)]
 CHILDREN = GOLDEN / "children-two-pods.yaml"
@@ -29,6 +30,9 @@ STORE = (
     "networkPolicies.trainerEgress[0].to[0].ipBlock.except={192.0.2.128/25}",
     "networkPolicies.trainerEgress[0].ports[0].port=443",
 )
+
+
+MINIO = "networkPolicies.inspectionEgress[0].ports[0].port=9000"
 
 
 @pytest.fixture(scope="module", params=sorted(HELMS) or ["none"], ids=lambda major: f"helm{major}")
@@ -162,6 +166,7 @@ def ends(objects: tuple[Object, ...]) -> dict[str, End]:
         "a neighbour": trainer("team-a", "two"),
         "a trainer elsewhere": trainer("team-b"),
         "an unserved trainer": trainer("team-x"),
+        "an inspection": End("team-a", {INSPECTION_LABEL: "demo"}),
         "another pod": End("team-a", OTHER_POD),
         "a pod elsewhere": End("team-x", OTHER_POD),
         "an impostor": End("team-x", labels),
@@ -201,6 +206,14 @@ FLOWS = (
     Flow("but what the values add", "trainer", "the object store", 443, True, (TEAMS, *STORE)),
     Flow("and no more of it", "trainer", "the object store", 80, False, (TEAMS, *STORE)),
     Flow("nor what is left out of it", "trainer", "a hole of it", 443, False, (TEAMS, *STORE)),
+    # what fetches and inspects
+    Flow("an inspection fetches", "an inspection", "the internet", 443, True),
+    Flow("by name", "an inspection", "DNS", 53, True, protocol="UDP"),
+    Flow("but from no other port", "an inspection", "the object store", 9000, False),
+    Flow("except what the values add", "an inspection", "the object store", 9000, True, (TEAMS, MINIO)),
+    Flow("an inspection reaches no trainer", "an inspection", "trainer", 29500, False),
+    Flow("nor the operator", "an inspection", "operator", 8443, False),
+    Flow("nobody reaches an inspection", "trainer", "an inspection", 443, False),
     # metrics
     Flow("trainers are scraped", "Prometheus", "trainer", 9400, True),
     Flow("the operator is scraped", "Prometheus", "operator", 8080, True),
