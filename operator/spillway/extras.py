@@ -31,7 +31,7 @@ def install_command(extra: str) -> str:
 def need(extra: str) -> None:
     """Raises UserError where it is not installed."""
     if absent := [name for name in EXTRAS[extra] if find_spec(_MODULES.get(name, name.replace("-", "_"))) is None]:
-        raise UserError(f"this needs the extra [{extra}] ({', '.join(absent)} missing): {install_command(extra)}")
+        raise UserError(f"Python packages not installed: {', '.join(absent)}; run: {install_command(extra)}")
 
 
 def need_for(spec: TrainingJobSpec, num_ranks: int) -> None:

@@ -51,10 +51,12 @@ def _nobody(
     if matched:
         earlier = found[matched[0]].match
         return (
-            f"all parameters that it matches already belong to earlier groups ({matched[0]} belongs to {earlier}); "
-            "put this group before them"
+            f"all parameters that match already belong to earlier groups ({matched[0]} belongs to the group with match "
+            f"= {earlier}); move this group before those groups"
         )
     if aliases := [alias for alias in tied if fnmatchcase(alias, group.match)]:
         return f"{aliases[0]} is tied to {tied[aliases[0]]} and updated with it; match {tied[aliases[0]]} instead"
     near = difflib.get_close_matches(group.match, names, n=NUM_NEAR, cutoff=0.0)
-    return f"matches no trained parameter; correct it (similar names among the {len(names)}: {', '.join(near)})"
+    return (
+        f"matches no trained parameter; correct the pattern (similar among the {len(names)} names: {', '.join(near)})"
+    )

@@ -106,7 +106,9 @@ class OptimizerPlan(Frozen):
     def _shares_sum_to_one(self) -> Self:
         total = self.cpu_share + self.streamed_share + self.resident_share + self.nvme_share
         if abs(total - 1.0) > SHARE_TOLERANCE:
-            raise ValueError(f"the shares sum to {total}, not to 1")
+            raise ValueError(
+                f"cpu_share, streamed_share, resident_share and nvme_share sum to {total}; they must sum to 1"
+            )
         return self
 
     @property

@@ -196,7 +196,7 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
     if image or namespace or context:
         given = "--image" if image else "--namespace" if namespace else "--context"
         raise UserError(
-            f"{given}: only applies to a cluster node; name it (`spillway calibrate NODE`), or leave {given} out"
+            f"{given}: only applies to a cluster node; name the node (`spillway calibrate NODE`), or leave {given} out"
         )
     from .calibrate import command as calibrate_command  # noqa: PLC0415
 
@@ -490,7 +490,9 @@ def refuse_empty_words(arguments: list[str]) -> None:
     for before, word in pairwise(["", *arguments]):
         if not word or (word.startswith("--") and word.endswith("=")):
             option = word or before
-            raise UserError(f"command line: empty value{f' after {option}' if option else ''}; is a variable not set?")
+            raise UserError(
+                f"command line: empty value{f' after {option}' if option else ''}; is a shell variable unset?"
+            )
 
 
 def say_expected(error: SpillwayError, as_json: bool) -> None:

@@ -104,7 +104,9 @@ def saved_by(path: Path, member: str | None = None) -> list[SavedRun]:
     specs = {} if job is None else named_specs(job.spec)
     if member is not None and member not in begun:
         there = (
-            f"use {', '.join(begun)}" if begun else "it is not a sweep, or no member has started; leave --member out"
+            f"use {', '.join(begun)}"
+            if begun
+            else "the run is not a sweep, or no member has started; leave --member out"
         )
         raise UserError(f"--member {member}: {path} has no checkpoints of this member; {there}")
     return [
@@ -183,7 +185,7 @@ def export(options: ExportOptions) -> int:
     """Exports one checkpoint (default: the newest intact one). Raises UserError for another form's options."""
     is_weights = options.form is ExportForm.HUGGINGFACE
     if options.optimizer is not None and options.form is not ExportForm.UNIVERSAL:
-        raise UserError(f"--optimizer {options.optimizer}: only applies to --as universal; leave it out")
+        raise UserError(f"--optimizer {options.optimizer}: only applies to --as universal; leave --optimizer out")
     if (options.merge or options.base is not None) and not is_weights:
         raise UserError("--merge and --base: only apply to weights; leave them out, or use --as huggingface")
     if options.best and options.step is not None:

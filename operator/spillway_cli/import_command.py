@@ -69,7 +69,9 @@ def import_checkpoint(options: ImportOptions) -> int:
             files.rename(temporary, output)
         files.sync_directory(output.parent)
     except OSError as error:
-        raise UserError(f"--output {options.output}: not imported: {error.strerror or error}") from error
+        raise UserError(
+            f"--output {options.output}: the import failed: {error.strerror or error}; name another --output"
+        ) from error
     say_result(document, options)
     return ExitCode.COMPLETED
 

@@ -45,7 +45,7 @@ def seconds_in(age: str) -> int:
     """Of "30m", "12h", "7d". Raises UserError for anything else."""
     match = _AGE.fullmatch(age)
     if match is None:
-        raise UserError(f"--older-than {age}: a number and m, h or d is needed, for example 7d")
+        raise UserError(f"--older-than {age}: write a number and a unit (m, h or d), for example 7d")
     return int(match[1]) * _SECONDS[match[2]]
 
 
@@ -53,7 +53,7 @@ def collect(directory: Path, older_than: str, context: str | None, output: Forma
     """Lists, and with `delete` removes, directories below `directory` whose job no longer exists."""
     least_age = seconds_in(older_than)
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; give the one where a claim with checkpoints is mounted")
+        raise UserError(f"{directory}: no such directory; give the directory where a claim with checkpoints is mounted")
     found = [read(path) for path in job_directories(directory)]
     living = {str(job["metadata"]["uid"]) for job in connect(context).items(jobs_path(None))}
     now = time.time()

@@ -124,7 +124,7 @@ class Settings(BaseSettings):
     @classmethod
     def _is_file(cls, given: Path | None) -> Path | None:
         if given is not None and not given.is_file():
-            raise ValueError("there is no such file; mount the Secret or ConfigMap that has it")
+            raise ValueError("no such file; mount the Secret or ConfigMap that contains the file")
         return given
 
     @field_validator("prometheus_ca_file")
@@ -140,7 +140,7 @@ class Settings(BaseSettings):
     @classmethod
     def _is_https(cls, given: str) -> str:
         if given and urlsplit(given).scheme != "https":
-            raise ValueError("must begin with https://, because pods send their tokens there")
+            raise ValueError("must begin with https://, because pods send their tokens to this URL")
         return given
 
     @model_validator(mode="after")
@@ -148,7 +148,10 @@ class Settings(BaseSettings):
         if not self.progress_url:
             return self
         if self.tls_directory is None:
-            raise ValueError(f"{PREFIX}PROGRESS_URL needs {PREFIX}TLS_DIRECTORY: mount the Secret with its certificate")
+            raise ValueError(
+                f"{PREFIX}PROGRESS_URL needs {PREFIX}TLS_DIRECTORY, which is not set; name the directory where the "
+                "Secret with the certificate is mounted"
+            )
         for name in (CERTIFICATE, PRIVATE_KEY, AUTHORITY):
             if not (self.tls_directory / name).is_file():
                 raise ValueError(f"{PREFIX}TLS_DIRECTORY = {self.tls_directory}: file {name} is missing")

@@ -62,7 +62,7 @@ def read_text(path: Path, kind: str = "TrainingJob") -> str:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a {kind} in YAML") from None
     if len(raw) > _MAX_FILE_BYTES:
-        raise UserError(f"{path}: more than {_MAX_FILE_BYTES} bytes; no {kind} is that long")
+        raise UserError(f"{path}: more than {_MAX_FILE_BYTES} bytes; give the path of a {kind} in YAML")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -106,7 +106,7 @@ def _refuse_another_kind(model: type[BaseModel], document: Mapping[str, Any], so
     given, field = document.get("kind"), model.model_fields.get("kind")
     wanted = get_args(field.annotation) if field is not None else ()
     if wanted and given in _KINDS and given not in wanted:
-        raise UserError(f"{source}: is a {given}; a {wanted[0]} is needed here")
+        raise UserError(f"{source}: is a {given}, but a {wanted[0]} is expected; give a {wanted[0]} instead")
 
 
 def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[FieldProblem]]:

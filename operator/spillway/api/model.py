@@ -274,8 +274,8 @@ class Model(Fields):
         """The sizes of a model that is given by them."""
         if self.config is None:
             raise UserError(
-                "spec.model: this needs the model's sizes (hiddenSize, numLayers ...), which source and entrypoint do "
-                "not give; use model.config"
+                "spec.model: the model's sizes (hiddenSize, numLayers ...) are required, but source and entrypoint "
+                "do not give them; set spec.model.config"
             )
         return self.config
 

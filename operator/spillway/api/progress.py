@@ -164,9 +164,11 @@ class TrainingProgress(Message):
     def _members_have_names_of_their_own(self) -> Self:
         names = {one.name for one in self.members}
         if len(names) < len(self.members):
-            raise ValueError("two members have the same name")
+            raise ValueError("two entries of members have the same name; give each member its own name")
         if self.best_member and self.best_member not in names:
-            raise ValueError("bestMember is none of the members")
+            raise ValueError(
+                "bestMember is not the name of a member; give a name from members, or leave bestMember empty"
+            )
         return self
 
 

@@ -57,8 +57,8 @@ def measured_step(attempts: Sequence[Sequence[StepMetrics]]) -> MeasuredStep:
     steps = [step for attempt in attempts for step in attempt[WARM_UP_STEPS:] if not step.skipped]
     if len(steps) < LEAST_STEPS:
         raise UserError(
-            f"only {len(steps)} steps count, because the first {WARM_UP_STEPS} of each attempt and skipped steps do "
-            f"not; {LEAST_STEPS} are needed, so train longer"
+            f"only {len(steps)} step times can be used, because the first {WARM_UP_STEPS} steps of each attempt and "
+            f"skipped steps are left out; at least {LEAST_STEPS} are required, so train longer"
         )
     return MeasuredStep(
         num_steps=len(steps),
@@ -441,8 +441,8 @@ def fitted(samples: Sequence[Sample], rates: Rates, fastest: Mapping[str, float]
             targets.append(rest / sample.seconds)
     if len(rows) < max(1, len(samples) / 2):
         raise UserError(
-            f"only {len(rows)} of {len(samples)} measurements are plausible: the machine is too busy; try again when "
-            f"it is idle"
+            f"only {len(rows)} of {len(samples)} measured times are plausible, because the machine is too busy; "
+            "calibrate again when the machine is idle"
         )
     prices = _least_squares(rows, targets)
     flop = {name: 1.0 / fastest[name] + more for name, more in zip(types, prices, strict=False)}

@@ -122,7 +122,8 @@ def resolve_node(name: str) -> NodeSpec:
         near = difflib.get_close_matches(base, names, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else "."
         raise UserError(
-            f"no node class {base!r}{hint} Known: {', '.join(node_names())}; 8xNAME is a node with 8 devices"
+            f"node class {base!r}: not in the hardware catalog{hint} Known: {', '.join(node_names())}; 8xNAME is a "
+            "node with 8 devices"
         )
     node = _node(names[base])
     node = _with_devices(node, int(count) if count else node.num_devices)
@@ -137,7 +138,7 @@ def _with_drives(node: NodeSpec, num_drives: int, wanted: str) -> NodeSpec:
     disks = sorted(name for name, entry in _catalog().items() if entry["kind"] == "Disk")
     if match is None or match[2] not in disks:
         raise UserError(
-            f"--node: no drives {wanted!r}; known: {', '.join(disks)}; NODE+4xNAME is a node with 4 of them"
+            f"--node: unknown drive {wanted!r}; known: {', '.join(disks)}; NODE+4xDRIVE is a node with 4 such drives"
         )
     return replace(node, name=f"{node.name}+{wanted}", **_drives(match[2], int(match[1]) if match[1] else num_drives))
 

@@ -263,7 +263,7 @@ class ModelShape:
                 one |= {"embedding": segments[0], "blocks": segments[1:-1], "head": segments[-1]}
             return cls.from_json(json.dumps(document))
         except (zlib.error, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-            raise ValueError(f"not a packed shape: {type(error).__name__}: {error}") from error
+            raise ValueError(f"not the packed sizes of a model: {type(error).__name__}: {error}") from error
 
 
 _DOCUMENT = TypeAdapter(ModelShape)

@@ -204,13 +204,14 @@ def _contradiction(question: Question) -> str:
     """Parameters are streamed only with their update on the CPU, and where every rank has whole segments."""
     if question.placement == "Device":
         return (
-            "spec.memory.advanced.optimizer.placement = Device: the CPU updates streamed parameters, so their "
-            "optimizer states cannot be on the device; use Auto, or spec.memory.advanced.parameters.placement: Resident"
+            "spec.memory.advanced.optimizer.placement = Device: conflicts with "
+            "spec.memory.advanced.parameters.placement = Stream, because the CPU updates streamed parameters; use "
+            "Auto, or spec.memory.advanced.parameters.placement: Resident"
         )
     if question.overlap == "Backward":
         return (
             "spec.memory.advanced.optimizer.overlap = Backward: streamed parameters cannot be updated during backward, "
-            "because that update may have to be discarded; use Auto or Forward, or "
+            "because their old values would be lost if the update has to be discarded; use overlap Auto or Forward, or "
             "spec.memory.advanced.parameters.placement: Resident"
         )
     return (
@@ -236,7 +237,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
     if memory.advanced.optimizer.overlap == "Backward" and world_size > 1:
         raise UserError(
             f"spec.memory.advanced.optimizer.overlap = Backward: {world_size} ranks must sum their gradients before "
-            f"they can use any; use Auto or Forward"
+            "any update, so updates cannot overlap backward; use Auto or Forward"
         )
     strategy = overrides.strategy or parallelism.strategy
     all_devices = node.num_devices if node.device_kind == "Cuda" else local_ranks
@@ -249,8 +250,9 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
 
     if memory.advanced.optimizer.overlap == "Forward" and world_size > 1 and strategy in ZERO_STRATEGIES:
         raise UserError(
-            f"spec.memory.advanced.optimizer.overlap = Forward: with spec.parallelism.strategy = {strategy} the next "
-            "forward needs the updates of all ranks; use Auto or None, or strategy Ddp or Fsdp"
+            f"spec.memory.advanced.optimizer.overlap = Forward: with spec.parallelism.strategy = {strategy} "
+            "updates cannot overlap the next forward, which needs the updates of all ranks; use Auto or None, or "
+            "strategy Ddp or Fsdp"
         )
     return Question(
         job=job,
@@ -283,7 +285,7 @@ def _check_devices(job: TrainingJob, node: NodeSpec, local_ranks: int) -> None:
     if node.device_kind == "Cuda" and local_ranks > node.num_devices:
         raise UserError(
             f"spec.parallelism.devicesPerNode = {local_ranks}: node {node.name} has {node.num_devices} "
-            f"{'device' if node.num_devices == 1 else 'devices'}"
+            f"{'device' if node.num_devices == 1 else 'devices'}; use at most {node.num_devices}"
         )
 
 

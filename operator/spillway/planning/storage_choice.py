@@ -205,15 +205,18 @@ def check(storages: Sequence[SavedStorage], limits: PolicyLimits) -> None:
             and 0.0 <= needed < math.inf
             and 0.0 <= rebuild < math.inf
         ):
-            raise ValueError(f"saved storage {index}: bytes and seconds are 0 or more, and finite; found {storage}")
+            raise ValueError(f"saved storage {index}: bytes and seconds must be finite and at least 0; found {storage}")
         if storage.needed_seconds < storage.produced_seconds:
-            raise ValueError(f"saved storage {index}: needed before it is produced; found {storage}")
+            raise ValueError(f"saved storage {index}: needed_seconds is less than produced_seconds; found {storage}")
         if index and storage.produced_seconds < storages[index - 1].produced_seconds:
-            raise ValueError(f"saved storage {index}: produced before the one before it; found {storage}")
+            raise ValueError(
+                f"saved storage {index}: produced before storage {index - 1}; sort storages by produced_seconds; found "
+                f"{storage}"
+            )
     for field in fields(PolicyLimits):
         value = getattr(limits, field.name)
         if math.isnan(value) or value < 0 or (math.isinf(value) and field.name not in UNBOUNDED):
-            raise ValueError(f"limits: {field.name} = {value}; it is 0 or more, and finite")
+            raise ValueError(f"limits: {field.name} = {value}: must be finite and at least 0")
 
 
 # --- one play through a step ------------------------------------------------------------------------------------------

@@ -117,7 +117,9 @@ def node_here(device: DeviceKind, cores: int, gpus: Gpus) -> NodeSpec:
     if device == "Cpu":
         return local_node(cores, 0, 0, 0)
     if gpus.lacking(1):
-        raise UserError(f"--from: the runs used a GPU, none is usable here: {gpus.lacking(1)}; see `spillway doctor`")
+        raise UserError(
+            f"--from: the runs used a GPU, but no GPU is usable here ({gpus.lacking(1)}); see `spillway doctor`"
+        )
     return cuda_node(LocalResources(cores, 0, 0, gpus=gpus), 0, 1)
 
 
@@ -185,7 +187,7 @@ def run_probe(directory: Path, cores: int, quick: bool, device: DeviceKind) -> d
         try:
             result, exit_code = followed(command, errors)
         except KeyboardInterrupt:
-            raise Preempted("stopped; no profile was written") from None
+            raise Preempted("calibration was stopped; no profile was written") from None
         errors.seek(0)
         return outcome(result, exit_code, errors.read())
 
@@ -419,8 +421,8 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
         raise UserError(f"{path}: no job.json; name the --output of a `spillway run`")
     if not plan.prediction.work:
         raise UserError(
-            f"{path}: its plan was made by an older version of spillway, which did not record the work of a step; run "
-            "the job again with this version"
+            f"{path}: the plan of this run is from an older version of spillway and lacks the predicted amounts of "
+            "work (FLOPs, bytes) of a step; run the job again with this version"
         )
     refuse_other_threads(path, job, cores)
     attempts: dict[int, list[StepMetrics]] = {}

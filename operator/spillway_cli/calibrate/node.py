@@ -105,7 +105,7 @@ def existing_profile(cluster: ClusterClient, name: str) -> Object | None:
     if value_at(found, "spec.deviceKind") != "Cpu":
         raise UserError(
             f"NodeProfile {name} describes GPUs, but this command measures only the CPU of a node; correct the "
-            "profile from a run (`spillway calibrate --from`), or write another file with --output"
+            "profile from a run (`spillway calibrate --from`), or write to a file with --output"
         )
     return found
 
@@ -176,7 +176,9 @@ def probing(cluster: ClusterClient, namespace: str, manifest: Object) -> Iterato
     try:
         yield name
     except KeyboardInterrupt:
-        raise Preempted("stopped; the Job that measured the node is deleted, and no profile was written") from None
+        raise Preempted(
+            "calibration was stopped; the Job that measured the node is deleted, and no profile was written"
+        ) from None
     finally:
         with suppress(UserError):  # the Job's own time limit ends it
             cluster.delete(f"{path}/{name}", propagationPolicy="Background")

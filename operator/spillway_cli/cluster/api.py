@@ -31,7 +31,7 @@ TOO_MANY_REQUESTS, INTERNAL_ERROR = 429, 500
 LONGEST_SAID = 1000
 """Longest server message that is printed, in characters; those of CRD validation are the longest."""
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-NO_CLUSTER = "set KUBECONFIG or choose a --context; for a local run, name its directory"
+NO_CLUSTER = "set KUBECONFIG or choose a --context; to read a local run, give the run's directory"
 
 
 class RequestDenied(UserError):
@@ -109,14 +109,14 @@ class ClusterClient:
         """The objects of a collection, each with a name."""
         found = self.get(path, **query).get("items") or []
         if not isinstance(found, list) or not all(has_name(one) for one in found):
-            raise Unreachable(f"{self.configuration.host} did not answer with a list of objects; {NO_CLUSTER}")
+            raise Unreachable(f"{self.configuration.host}: the answer is not a list of objects; {NO_CLUSTER}")
         return found
 
     def get_named(self, path: str) -> Object:
         """One object, which must have a name."""
         found = self.get(path)
         if not has_name(found):
-            raise Unreachable(f"{self.configuration.host} did not answer with an object; {NO_CLUSTER}")
+            raise Unreachable(f"{self.configuration.host}: the answer is not a Kubernetes object; {NO_CLUSTER}")
         return found
 
     def create(self, path: str, content: Object, **query: object) -> Object:
@@ -262,7 +262,7 @@ def jobs_path(namespace: str | None, name: str = "") -> str:
 def segment(kind: str, name: str) -> str:
     """`name` as one part of a path. Raises UserError for what is not a name: the API server unescapes slashes."""
     if name in ("", ".", "..") or "/" in name or "%" in name:
-        raise UserError(f"{kind} {name!r}: not a valid name: it contains a slash or a percent sign, or is '.' or '..'")
+        raise UserError(f"{kind} {name!r}: not a valid name; a name must not be empty, '.' or '..', or contain / or %")
     return quote(name, safe="")
 
 

@@ -81,7 +81,7 @@ def logs_of_run(run: RunDirectory, options: LogsOptions) -> int:
     attempt, offset = options.attempt or max(known, default=1), 0
     if attempt not in known:
         there = ", ".join(map(str, known)) or "none"
-        raise UserError(f"{run.path}: attempt {attempt} has no log; attempts with one: {there}")
+        raise UserError(f"{run.path}: attempt {attempt} has no log; attempts with a log: {there}")
     while True:
         newer = [one for one in attempts_with_log(run) if one > attempt]
         goes_on = options.follow and (options.attempt is None if newer else is_taken(run))
@@ -236,7 +236,9 @@ def follow(reader: Reader, options: LogsOptions, job: Object) -> int:
         except Gone as error:
             raise UserError(f"TrainingJob {options.job} was deleted") from error
         if value_at(job, "metadata.uid") != uid:
-            raise UserError(f"TrainingJob {options.job} was deleted; another one now has its name")
+            raise UserError(
+                f"TrainingJob {options.job} was deleted; a new TrainingJob has this name now, so run the command again"
+            )
         over = has_ended(job)
         pods = patiently(lambda: reader.pods(options.attempt))
         attempt = attempt_of(pods[0]) if pods else -1

@@ -51,8 +51,8 @@ def status(options: StatusOptions) -> int:
         raise UserError("command line: -w prints repeatedly, but -o json is one document; leave one out")
     if options.job is not None and not (options.namespace or options.context) and Path(options.job).is_dir():
         raise UserError(
-            f"{options.job}: is a directory; `spillway top {options.job}` shows a local run; for the TrainingJob of "
-            "that name, give its --namespace"
+            f"{options.job}: is a directory, but this command shows jobs of a cluster; `spillway top {options.job}` "
+            f"shows a local run; for the TrainingJob {options.job}, give its --namespace"
         )
     cluster = connect(options.context)
     namespace = options.namespace or cluster.namespace

@@ -152,5 +152,7 @@ def named_node(name: str) -> NamedNode:
     if spec.device_kind == "Cpu":
         return NamedNode(measured(spec, resolve_node("cpu")), rates)
     if spec.device_memory is None:
-        raise UserError(f"{path}: spec.deviceMemory: missing; a plan for a GPU needs it")
+        raise UserError(
+            f"{path}: spec.deviceMemory: missing; set it to the memory of one GPU, because plans must fit in it"
+        )
     return NamedNode(measured(spec, gpu_node("", spec.device_memory, spec.num_devices or 1)), rates)

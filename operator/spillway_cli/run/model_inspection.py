@@ -45,5 +45,5 @@ def inspected_shape(file: Path, job: TrainingJob, claims: Mapping[str, Path]) ->
     said = "".join(f": {line}" for line in done.stderr.strip().splitlines()[-1:])
     raise UserError(
         f"spec.model: python -m spillway_trainer.inspect {file} exited with code {done.returncode} and no result"
-        f"{said}; run it to see its full output"
+        f"{said}; run that command to see its full output"
     )

@@ -202,8 +202,8 @@ def _own_failure(pod: PodObject) -> Cause:
         return Cause(
             OOM_KILLED,
             f"{where}: the kernel killed a process, because the pod reached its memory limit (exit code "
-            f"{ending.exit_code}); give it more (spec.pod.resources.memory), or lower spec.memory.budget.host or the "
-            "batch size",
+            f"{ending.exit_code}); give the pod more (spec.pod.resources.memory), or lower spec.memory.budget.host or "
+            "the batch size",
             pod.node,
         )
     termination = read_termination(ending)
@@ -226,7 +226,7 @@ def _disruption(pod: PodObject) -> Cause:
         lost = f"{where}: its node was lost ({pod.disruption or pod.status_reason}){because}"
         return Cause(NODE_LOST, clean(lost), pod.node)
     if _exceeded_its_disk(pod):
-        more = "; pod.resources.scratch gives it more disk space" if "ephemeral" in said else ""
+        more = "; for more disk space, raise spec.pod.resources.scratch" if "ephemeral" in said else ""
         return Cause(EVICTED, clean(f"{where}: evicted by the kubelet{because}{more}"), pod.node)
     how = pod.disruption or pod.status_reason or "deleted"
     return Cause(POD_DELETED, clean(f"{where}: removed ({how}){because}"), pod.node)

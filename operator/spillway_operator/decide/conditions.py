@@ -70,9 +70,9 @@ CAUSES: dict[str, str] = {
     retries.POD_DELETED: "a pod was deleted, drained, preempted, or evicted because its node ran out of space",
     retries.EVICTED: "the kubelet evicted a pod, because it used more disk than its limit",
     retries.JOB_DELETED: "the attempt's Job was deleted",
-    retries.GANG_YIELDED: "only some of its pods had nodes, and these nodes were released for an older job or after "
-    "scheduling.gangWaitSeconds",
-    retries.REPLANNED: "the scheduler found no node for its pods, and another plan fits the free nodes",
+    retries.GANG_YIELDED: "only some of the attempt's pods had nodes, and these nodes were released for an older job "
+    "or after scheduling.gangWaitSeconds",
+    retries.REPLANNED: "the scheduler found no node for the attempt's pods, and another plan fits the free nodes",
     retries.STALLED: "no step was reported for lifecycle.stallSeconds",
     retries.DEADLINE_EXCEEDED: "attempts ran for lifecycle.activeDeadlineSeconds",
     retries.PENDING_DEADLINE_EXCEEDED: "no attempt ran for lifecycle.pendingDeadlineSeconds; the message says why",
@@ -141,8 +141,8 @@ REASONS: dict[str, dict[str, str]] = {
         "ends",
         retries.PENDING_DEADLINE_EXCEEDED: "False: lifecycle.pendingDeadlineSeconds is exceeded: the attempt is "
         "withdrawn",
-        retries.GANG_YIELDED: "False: only some of the attempt's pods have nodes: it releases them, and another one "
-        "follows",
+        retries.GANG_YIELDED: "False: only some of the attempt's pods have nodes: the attempt releases them, and "
+        "another attempt follows",
         retries.REPLANNED: "False: the scheduler finds no node for the attempt's pods, and another plan fits the free "
         "nodes: the attempt is withdrawn, and one with that plan follows",
         JOB_GONE: "False: the attempt's Job was deleted and one of its pods was left behind; the message says which",

@@ -108,7 +108,10 @@ def _segment(name: str) -> str:
     """`name` as one part of a path. The API server unescapes slashes, so escaping them would not help."""
     if not is_path_segment(name):
         raise RequestRejected(
-            "not sent", 0, "InvalidName", f"{name[:253]!r} is not a valid name: '.', '..', '/' and '%' are not allowed"
+            "request not sent",
+            0,
+            "InvalidName",
+            f"{name[:253]!r} is not a valid name; a name must not be empty, '.' or '..', or contain '/' or '%'",
         )
     return quote(name, safe="")
 
@@ -289,7 +292,9 @@ class ApiClient:
         for left in reversed(range(MOST_TRIES)):
             seconds = min(TIMEOUT_SECONDS, self._seconds_left() if method != "GET" else TIMEOUT_SECONDS)
             if seconds <= 0:
-                raise Unavailable(where, 0, "NotLeading", "not sent: another operator may be the leader now")
+                raise Unavailable(
+                    where, 0, "NotLeading", "the request was not sent, because another operator may be the leader now"
+                )
             try:
                 async with self._session.request(
                     method, self._credentials.server + path, json=body, params=query, headers=headers,
@@ -325,7 +330,9 @@ def _checked(where: str, code: int, found: bytes) -> Answer:
         if answer is not None:
             return answer
         # For example a proxy's page, which says nothing about the cluster.
-        raise Unavailable(where, code, "NotKubernetes", f"not an API server's answer: {said['message']}")
+        raise Unavailable(
+            where, code, "NotKubernetes", f"the answer is not from a Kubernetes API server: {said['message']}"
+        )
     reason, message = (str(said.get(name) or "") for name in ("reason", "message"))
     raise ERRORS.get(code, Unavailable)(where, code, reason, message)
 

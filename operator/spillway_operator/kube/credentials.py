@@ -79,5 +79,7 @@ def load_credentials(kubeconfig: str) -> Credentials:
             load_incluster_config(configuration)  # type: ignore[no-untyped-call]
     except (ConfigException, OSError) as error:
         wanted = f"kubeconfig {kubeconfig}" if kubeconfig else "the pod's ServiceAccount"
-        raise UserError(f"{wanted}: {error}; run in a pod, or give a file (--kubeconfig, KUBECONFIG)") from error
+        raise UserError(
+            f"{wanted}: {error}; run the operator in a pod, or give a kubeconfig (--kubeconfig, KUBECONFIG)"
+        ) from error
     return Credentials(configuration)

@@ -233,7 +233,9 @@ async def _query(
     now = time.time()
     age = max((now - evaluated for evaluated, _, _ in samples), default=0.0)
     if age > OLDEST_SAMPLE_SECONDS:
-        raise _Unreadable(f"{_place(url)} answers with data of {format_seconds(round(age))} ago; check its clock")
+        raise _Unreadable(
+            f"{_place(url)} answers with data from {format_seconds(round(age))} ago; check the clock of this server"
+        )
     return [(labels, found) for _, labels, found in samples]
 
 
@@ -350,7 +352,7 @@ def node_page(page: bytes, node: str) -> NodePage:
             for sample in family.samples:
                 found.setdefault(sample.name, []).append(({**sample.labels, "node": node}, sample.value))
     except (ValueError, KeyError, IndexError) as error:
-        raise _Unreadable(f"not a page of metrics: {page[:60]!r}") from error
+        raise _Unreadable(f"the answer is not a page of Prometheus metrics: {page[:60]!r}") from error
     host, devices, disks = (
         [(labels, free) for labels, value in found.get(metric.name, ()) if (free := byte_count(value)) is not None]
         for metric in (NODE_MEMORY_AVAILABLE, NODE_DEVICE_FREE, NODE_DISK_FREE)

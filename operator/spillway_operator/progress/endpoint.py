@@ -80,7 +80,7 @@ class Certificate:
             self._load(self._read())
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{directory}: {error}; it must hold {CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY}"
+                f"{directory}: {error}; the directory must contain {CERTIFICATE}, {PRIVATE_KEY} and {AUTHORITY}"
             ) from error
 
     async def run(self) -> None:
@@ -240,7 +240,9 @@ class ProgressEndpoint:
                 raise _Refusal(503, "the operator is starting; try again", retry_after=1)
             sender = await self._reviews.sender(_bearer(request))
             if not self._limit.allows(sender.key, self._clock()):
-                raise _Refusal(429, f"more than {POSTS_PER_SECOND:g} posts a second", retry_after=1)
+                raise _Refusal(
+                    429, f"this job posts more than {POSTS_PER_SECOND:g} reports a second; post fewer", retry_after=1
+                )
             return self._accept(sender, await _body(request))
         except _Refusal as refusal:
             return refusal.response()
@@ -261,7 +263,9 @@ class ProgressEndpoint:
             raise _Refusal(422, _first_problem(error)) from None
         if report.spillway is not None and report.spillway.epoch != sender.attempt:
             raise _Refusal(
-                422, f"spillway.epoch = {report.spillway.epoch}: the pod belongs to attempt {sender.attempt}"
+                422,
+                f"spillway.epoch = {report.spillway.epoch}: must be {sender.attempt}, because the pod belongs to "
+                f"attempt {sender.attempt}",
             )
         activations = None
         if sender.attempt == sender.present_attempt:  # else only answered with the current attempt's number
@@ -288,7 +292,9 @@ class ProgressEndpoint:
 def _bearer(request: web.Request) -> str:
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     if scheme.lower() != "bearer" or not token.strip() or not token.isascii():
-        raise Unauthenticated("send Authorization: Bearer TOKEN, with the token mounted into the pod")
+        raise Unauthenticated(
+            "header Authorization: missing or not valid; send Bearer TOKEN, with the token mounted into the pod"
+        )
     return token.strip()
 
 

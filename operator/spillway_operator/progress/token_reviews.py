@@ -139,7 +139,9 @@ class TokenReviews:
         }
         status = (await self._client.create(TOKEN_REVIEWS, "", body)).get("status") or {}
         if not status.get("authenticated") or TOKEN_AUDIENCE not in (status.get("audiences") or ()):
-            raise Unauthenticated(f"the token is not valid for audience {TOKEN_AUDIENCE}")
+            raise Unauthenticated(
+                f"the token is not valid for audience {TOKEN_AUDIENCE}: use the one mounted into the trainer's pod"
+            )
         user = status.get("user") or {}
         extra = user.get("extra") or {}
         account, names, uids = str(user.get("username", "")), extra.get(POD_NAME) or [], extra.get(POD_UID) or []
@@ -165,7 +167,7 @@ class TokenReviews:
         gained = (now - self._allowance_time) * REVIEWS_PER_SECOND
         self._allowance, self._allowance_time = min(REVIEWS_PER_SECOND, self._allowance + gained), now
         if self._allowance < 1.0:
-            raise TooManyReviews("too many unknown tokens; try again in a second")
+            raise TooManyReviews("too many requests with tokens that are not checked yet; try again in a second")
         self._allowance -= 1.0
 
 

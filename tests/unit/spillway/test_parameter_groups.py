@@ -46,14 +46,14 @@ def test_a_group_without_parameters_is_refused_with_the_nearest_names() -> None:
     assert told.startswith(
         "spec.training.optimizer.groups[1].match = layers.0.nrom.weight: matches no trained parameter"
     )
-    assert "some of the 5 names: layers.0.norm.weight, layers.1.norm.weight" in told
+    assert "similar among the 5 names: layers.0.norm.weight, layers.1.norm.weight" in told
 
 
 def test_a_group_whose_parameters_all_belong_to_earlier_ones_is_refused() -> None:
     told = refused("layers.*", "layers.0.*")
     assert (
-        "all parameters that it matches already belong to earlier groups (layers.0.norm.weight belongs to layers.*)"
-        in told
+        "all parameters that match already belong to earlier groups (layers.0.norm.weight belongs to the group with "
+        "match = layers.*)" in told
     )
 
 

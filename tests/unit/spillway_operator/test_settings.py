@@ -48,7 +48,7 @@ def test_an_empty_variable_is_the_default(monkeypatch: pytest.MonkeyPatch) -> No
         ("SPILLWAY_IMAGE_PULL_POLICY", "Sometimes", "SPILLWAY_IMAGE_PULL_POLICY = 'Sometimes'"),
         ("SPILLWAY_PROMETHEUS_URL", "prometheus:9090", "write a full URL"),
         ("SPILLWAY_PROMETHEUS_MATCHERS", 'cluster="a",b', "b is not a label matcher; write cluster"),
-        ("SPILLWAY_PROMETHEUS_TOKEN_FILE", "/nonexistent", "there is no such file; mount the Secret"),
+        ("SPILLWAY_PROMETHEUS_TOKEN_FILE", "/nonexistent", "no such file; mount the Secret"),
         ("SPILLWAY_PROMETHEUS_CA_FILE", __file__, "cannot be read as certificates"),
         ("SPILLWAY_NODE_EXPORTERS", "app=x", "SPILLWAY_NODE_EXPORTERS needs SPILLWAY_POD_NAMESPACE, which is not set"),
         ("SPILLWAY_PROGRESS_URL", "http://operator/progress", "must begin with https://"),

@@ -122,7 +122,7 @@ def test_every_attempt_warms_up() -> None:
 
 def test_too_few_steps_are_refused() -> None:
     steps = [metrics()] * (WARM_UP_STEPS + LEAST_STEPS - 1)
-    with pytest.raises(UserError, match=f"{LEAST_STEPS} are needed"):
+    with pytest.raises(UserError, match=f"{LEAST_STEPS} are required"):
         measured_step([steps])
 
 

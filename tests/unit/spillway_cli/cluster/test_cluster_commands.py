@@ -633,7 +633,7 @@ def test_a_name_that_would_lead_to_another_path_is_never_sent(
     """As kubectl's `tjob/tiny`: the server's 404 would be taken for a cluster without Spillway."""
     assert run_app(arguments) == 64
     (line,) = capsys.readouterr().err.splitlines()
-    assert "contains a slash" in line and server.requests == []
+    assert "contain / or %" in line and server.requests == []
 
 
 # --- what is no API server --------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_followed_log_goes_on_through_attempts_to_the_end_of_the_run(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--attempt", "7"], "attempt 7 has no log; attempts with one: 1, 2"),
+        (["--attempt", "7"], "attempt 7 has no log; attempts with a log: 1, 2"),
         (["--rank-node", "1"], "--rank-node 1: "),
     ],
 )

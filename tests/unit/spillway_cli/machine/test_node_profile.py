@@ -153,7 +153,7 @@ def test_another_kind_of_object_is_one_sentence(tmp_path: Path) -> None:
     path.write_text(text())
     with pytest.raises(UserError) as refused:
         named_node(str(path))
-    assert str(refused.value) == f"{path}: is a TrainingJob; a NodeProfile is needed here"
+    assert str(refused.value) == f"{path}: is a TrainingJob, but a NodeProfile is expected; give a NodeProfile instead"
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,9 @@ def test_a_refusal_of_the_trainer_is_one_of_the_command(monkeypatch: pytest.Monk
             (1, "", "Traceback ...\nKeyError: 'x'\n"),
             "job.yaml exited with code 1 and no result: KeyError: 'x'; run",
         ),
-        ((-9, "", ""), "exited with code -9 and no result; run it"),
-        ((0, "", "bye\n"), "exited with code 0 and no result: bye; run it"),
-        ((0, '{"blocks": 3}', ""), "exited with code 0 and no result; run it"),
+        ((-9, "", ""), "exited with code -9 and no result; run that command"),
+        ((0, "", "bye\n"), "exited with code 0 and no result: bye; run that command"),
+        ((0, '{"blocks": 3}', ""), "exited with code 0 and no result; run that command"),
     ],
 )
 def test_an_inspection_without_an_answer_is_told_with_its_last_words(

@@ -130,7 +130,7 @@ def test_an_answer_that_is_no_json_is_an_error_with_its_beginning() -> None:
 @pytest.mark.parametrize("page", [b"<html>Please log in", b"", b"[]", b"null", b'{"items": [', b"[" * 200_000])
 def test_a_page_that_no_api_server_wrote_is_no_answer_whatever_its_code(page: bytes) -> None:
     """Else a proxy in the way would end the process: nobody expects a list without `metadata`."""
-    with pytest.raises(Unavailable, match="not an API server's answer"):
+    with pytest.raises(Unavailable, match="not from a Kubernetes API server"):
         api_client._checked("list /x", 200, page)
 
 

@@ -300,7 +300,7 @@ def test_an_answer_of_ten_minutes_ago_is_no_reading(prometheus: FakePrometheus, 
 
     found = with_source(prometheus, clock, kept).snapshot()
     assert (found.nodes["node-a"].host, found.age_seconds) == (int(12.5 * GIB), 42.0)
-    assert found.problem.endswith("answers with data of 10m00s ago; check its clock")
+    assert found.problem.endswith("answers with data from 10m00s ago; check the clock of this server")
 
 
 def test_an_answer_of_two_minutes_ago_is_one(prometheus: FakePrometheus, clock: Clock) -> None:

@@ -461,7 +461,7 @@ def test_a_renewed_certificate_is_used_for_new_connections(certificates: Path, t
 
 
 def test_a_directory_without_a_certificate_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"it must hold tls\.crt, tls\.key and ca\.crt"):
+    with pytest.raises(UserError, match=r"the directory must contain tls\.crt, tls\.key and ca\.crt"):
         Certificate(tmp_path)
 
 

@@ -292,7 +292,7 @@ SENSELESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "d2h = inf": ({}, {"d2h": math.inf}),
     "host_bytes = -1": ({}, {"host_bytes": -1}),
     "saved storage 0: bytes and seconds": ({"nbytes": -1}, {}),
-    "saved storage 0: needed before": ({"produced_seconds": 12.0}, {}),
+    "saved storage 0: needed_seconds is less": ({"produced_seconds": 12.0}, {}),
     "saved storage 0: bytes": ({"rebuild_seconds": math.nan}, {}),
     "saved storage 1: produced before": ({"produced_seconds": 1.5, "needed_seconds": 20.0}, {}),
 }
