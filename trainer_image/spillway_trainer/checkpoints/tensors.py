@@ -206,9 +206,9 @@ def check_same_run(
     if differences:
         raise UserError(
             f"checkpoint of step {state.step}: belongs to another run: {'; '.join(differences)}. Restore what that "
-            "run used (corpus directory, spec.model.source, spec.data, spec.training.seed, spec.training.optimizer), or "
-            "train in a new output directory. If a version of Spillway that held out the last sequences of the corpus "
-            "wrote the checkpoint, only a new directory helps"
+            "run used (corpus directory, spec.model.source, spec.data, spec.training.seed, spec.training.optimizer), "
+            "or train in a new output directory. If a version of Spillway that held out the last sequences of the "
+            "corpus wrote the checkpoint, only a new directory helps"
         )
 
 
