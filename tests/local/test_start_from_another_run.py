@@ -110,12 +110,12 @@ def test_what_cannot_be_the_start_is_an_error(root: Path, capsys: pytest.Capture
     other = refusal(root, capsys, LATER.replace("hiddenSize: 64", "hiddenSize: 32"), root / "earlier", 64)
     assert "belongs to another model" in other
     said = refusal(root, capsys, LATER, root / "text", 64)
-    assert f"spec.checkpoint.from.path = {root}/text: no checkpoint there; name a checkpoint" in said
-    assert "no checkpoint there; name a checkpoint" in refusal(root, capsys, LATER, root / "new" / "tarfile.py", 64)
+    assert f"spec.checkpoint.from.path = {root}/text: contains no checkpoint; name a checkpoint" in said
+    assert "contains no checkpoint; name a checkpoint" in refusal(root, capsys, LATER, root / "new" / "tarfile.py", 64)
     assert not (root / "refused").exists()
     adapters = LATER.replace("  data:", "    lora: {rank: 2}\n  data:", 1).replace(', dropout: "0.1"', "")
     said = refusal(root, capsys, adapters, root / "earlier", 64)
-    assert "spec.checkpoint.from: " in said and "exp_avg" not in said and "as model.source" in said
+    assert "spec.checkpoint.from: " in said and "exp_avg" not in said and "as spec.model.source" in said
     damaged = Path(shutil.copytree(root / "earlier", root / "damaged"))
     for file in damaged.glob("checkpoints/step-*/*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])

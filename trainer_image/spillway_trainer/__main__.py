@@ -99,7 +99,10 @@ def read(path: Path, contract: type[Contract]) -> Contract:
     try:
         return contract.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}; spillway run writes it") from error
+        raise UserError(
+            f"{path}: cannot be read: {error.strerror or error}; start the job with spillway run, or in a cluster with "
+            "spillway submit: then this file is written before the trainer starts"
+        ) from error
     except ValidationError as error:
         wrong = [FieldProblem(".".join(map(str, e["loc"])) or "content", "", e["msg"]) for e in error.errors()]
         raise InvalidJob(str(path), wrong) from error

@@ -380,9 +380,9 @@ def refuse_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
     """Raises UserError: each rank would have statistics of its own micro-batches."""
     if plan.world_size > 1 and (found := running_statistics.buffers(model)):
         raise UserError(
-            f"spec.model: {next(iter(found))} is a running statistic of a batch norm, and each of the "
-            f"{plan.world_size} ranks would compute a different one from its own micro-batches; train with one rank, "
-            "or use a norm without running statistics (track_running_stats=False, or a GroupNorm)"
+            f"spec.model: {next(iter(found))} is a running statistic of a batch norm, and the {plan.world_size} ranks "
+            "(training processes) would each compute other values from their own micro-batches; train with one rank, "
+            "or use a norm without running statistics (track_running_stats=False, or GroupNorm)"
         )
 
 
@@ -391,9 +391,12 @@ def refuse_lean(plan: MemoryPlan) -> None:
     if not plan.activations.lean:
         return
     if plan.mode == "Disabled":
-        why = "its memory.mode is Disabled, which handles no tensors that autograd saves"
+        why = "its memory.mode is Disabled, which keeps all tensors that autograd saves"
     elif plan.strategy not in LEAN_STRATEGIES:
-        why = f"with strategy {plan.strategy} a rank has all parameters of only one segment at a time"
+        why = (
+            f"with strategy {plan.strategy}, a rank (training process) has the whole parameters of only one segment "
+            "(layer group) at a time"
+        )
     else:
         return
     raise UserError(
@@ -406,9 +409,9 @@ def refuse_streaming(plan: MemoryPlan) -> None:
     """Raises UserError: mode Disabled has no saved-tensor hooks, and without them no weight may leave the device."""
     if plan.parameters.streams or plan.parameters.order != "InOrder":
         raise UserError(
-            f"the plan of {plan.job} has memory.mode Disabled, but it offloads parameters or runs all micro-batches "
-            "of a segment together, which Disabled cannot do; set spec.memory.mode: Auto and plan the job again "
-            "(spillway plan)"
+            f"the plan of {plan.job} has memory.mode Disabled, but it streams parameters, or runs all micro-batches "
+            "through one segment (layer group) before the next segment, which Disabled cannot do; set "
+            "spec.memory.mode: Auto and plan the job again (spillway plan)"
         )
 
 
@@ -514,9 +517,9 @@ def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -
     fraction = sum(size for name, size in sizes.items() if name in streamed) / max(1, sum(sizes.values()))
     if plan.optimizer.updated_by_cpu < fraction - SHARE_TOLERANCE:
         raise UserError(
-            f"the plan of {plan.job} streams {fraction:.4f} of the trained parameters and lets the CPU update only "
-            f"{plan.optimizer.updated_by_cpu:.4f} of them, but the CPU must update all streamed parameters; plan the "
-            "job again (spillway plan)"
+            f"the plan of {plan.job} streams a share of {fraction:.4f} of the trained parameters, but lets the CPU "
+            f"update a share of only {plan.optimizer.updated_by_cpu:.4f}. The CPU must update all streamed parameters, "
+            "because they are stored off the device; plan the job again (spillway plan)"
         )
 
 

@@ -90,7 +90,7 @@ def check_lanes(lanes: Lanes) -> None:
         for one in buffer:
             lanes.release(one, after=events)
     if wrong:
-        raise fault(f"chunk {wrong[0]} of {NUM_CHUNKS} came back from the device with different values")
+        raise fault(f"test chunk {wrong[0]} of {NUM_CHUNKS} came back from the device with different values")
 
 
 def numbers(seed: int) -> Tensor:
@@ -144,7 +144,11 @@ def check_update_split(device: torch.device, settings: Hyperparameters, n: int) 
         )
         reference.update(step_scalars(rule, step), wanted[0], wanted[1:], gradient, weights)
     joined = join(found[0].cpu(), found[1].cpu())
-    same(zip([joined, *found[2:]], wanted, strict=True), rule.state_kinds, f"an update by {rule} of masters in halves")
+    same(
+        zip([joined, *found[2:]], wanted, strict=True),
+        rule.state_kinds,
+        f"an update by {rule} of float32 master parameters stored in two halves",
+    )
 
 
 def check_accumulate(device: torch.device, dtype: torch.dtype, n: int) -> None:

@@ -17,10 +17,12 @@ def function_of(entrypoint: str, where: str) -> Callable[[], object]:
     except (Exception, SystemExit) as error:
         what = f"{where}: cannot import {module_name}: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(f"{what}; install it next to the trainer, or add its directory to PYTHONPATH") from error
+            raise UserError(
+                f"{what}; install the module where the trainer runs (its image), or add its directory to PYTHONPATH"
+            ) from error
         *_, last = traceback.extract_tb(error.__traceback__)
         raise UserError(f"{what} ({last.filename}, line {last.lineno})") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise UserError(f"{where}: {module_name} has no function {name}")
+        raise UserError(f"{where}: {module_name} has no function {name}; correct the name after the colon")
     return function  # type: ignore[no-any-return]

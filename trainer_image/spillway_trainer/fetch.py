@@ -95,7 +95,10 @@ def fetch(field: str, uri: str, directory: Path, patterns: Sequence[str], tell: 
             DurableFiles().sync_directory(directory.parent)
             tell(f"{where}: complete, {counted(len(found), 'file')}, {format_bytes(_size(directory))}")
     except OSError as error:
-        raise UserError(f"{where}: cannot write {error.filename or directory}: {error.strerror or error}") from error
+        raise UserError(
+            f"{where}: cannot write {error.filename or directory}: {error.strerror or error}; check that the directory "
+            "is writable and its disk has free space"
+        ) from error
 
 
 @contextmanager
@@ -114,7 +117,10 @@ def _is_there(directory: Path, uri: str, where: str) -> bool:
     record = directory / RECORD
     if not record.exists():
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UserError(f"{where}: {directory} contains other files; remove it, or name another directory")
+            raise UserError(
+                f"{where}: {directory} contains files that were not downloaded; move them away, or name another "
+                "directory"
+            )
         return False
     try:
         came_from = json.loads(record.read_text(encoding="utf-8"))["uri"]
@@ -159,7 +165,10 @@ class _Source:
         scheme = uri.partition("://")[0]
         needed = {"s3": "s3fs", "hf": "huggingface_hub", "https": "aiohttp", "http": "aiohttp"}[scheme]
         if find_spec("fsspec") is None or find_spec(needed) is None:
-            raise UserError(f"{where}: needs {needed}; pip install 'spillway-training[fetch,hf]'")
+            raise UserError(
+                f"{where}: this download needs the Python packages fsspec and {needed}; run pip install "
+                "'spillway-training[fetch,hf]'"
+            )
         import fsspec  # noqa: PLC0415 - half a second, for those who fetch
 
         self.files_of, self.root = fsspec.core.url_to_fs(uri)
@@ -180,7 +189,9 @@ class _Source:
         chosen = [one for one in every if any(fnmatch(PurePosixPath(one.name).name, pattern) for pattern in patterns)]
         if not chosen:
             what = (
-                f"it has no {', '.join(patterns)} among {counted(len(every), 'file')}" if every else "nothing is there"
+                f"found {counted(len(every), 'file')}, but none named {', '.join(patterns)}"
+                if every
+                else "nothing is there"
             )
             raise UserError(f"{self.where}: {what}; correct the address")
         for one in chosen:

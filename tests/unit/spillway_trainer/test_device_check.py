@@ -108,7 +108,9 @@ def test_a_wrong_half_of_a_master_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
     right = kernels.update_split
     monkeypatch.setattr(kernels, "update_split", update_split)
-    with pytest.raises(DeviceFault, match="of masters in halves: 1 of 20003 values of master"):
+    with pytest.raises(
+        DeviceFault, match="of float32 master parameters stored in two halves: 1 of 20003 values of master"
+    ):
         check()
 
 

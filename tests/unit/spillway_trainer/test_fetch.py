@@ -164,7 +164,7 @@ def test_an_address_with_nothing_is_an_error(s3: Any, tmp_path: Path, uri: str, 
 
 def test_a_pickle_alone_is_no_model(s3: Any, tmp_path: Path) -> None:
     s3.pipe_file("models/old/pytorch_model.bin", b"pickle")
-    with pytest.raises(UserError, match=r"it has no \*.json, \*.safetensors.* among 1 file;"):
+    with pytest.raises(UserError, match=r"found 1 file, but none named \*.json, \*.safetensors.*;"):
         read(tmp_path / "old", "s3://models/old", MODEL_FILES)
 
 
@@ -187,7 +187,9 @@ def test_a_source_that_does_not_answer_is_named(s3: Any, tmp_path: Path, monkeyp
 def test_what_is_in_the_way_is_not_overwritten(s3: Any, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("mine")
-    with pytest.raises(UserError, match="mine contains other files; remove it, or name another directory"):
+    with pytest.raises(
+        UserError, match="mine contains files that were not downloaded; move them away, or name another directory"
+    ):
         read(tmp_path / "mine")
     read(tmp_path / "tiny")
     with pytest.raises(UserError, match=f"tiny was downloaded from {URI}; remove it"):

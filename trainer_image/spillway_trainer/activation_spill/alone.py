@@ -89,7 +89,7 @@ class Spilling:
         check(module, nvme_bytes, device_bytes, minimum_bytes, transfer_bytes, ahead_bytes, window_bytes)
         if not str(directory):
             raise UserError(
-                "the directory is an empty string: give a directory on the disk that should hold spilled tensors"
+                "Spilling: directory is an empty string; give a directory on the disk that should hold spilled tensors"
             )
         for name, tensor in named_tensors(module):
             if not tensor.is_cpu:
@@ -132,8 +132,9 @@ class Spilling:
     def __enter__(self) -> Spilling:
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
             raise UserError(
-                "this Spilling is entered inside torch.compile, which cannot trace it; enter it around the call of the "
-                "compiled function, or put torch.compiler.disable on the function that enters it"
+                "Spilling: its with block runs inside a function that torch.compile compiles, and torch.compile cannot "
+                "trace it; put the with block around the call of the compiled function, or decorate the function that "
+                "contains the block with torch.compiler.disable"
             )
         num_outer = len(self._entered[threading.get_ident()])
         try:
@@ -249,8 +250,8 @@ class Spilling:
                     forget_failed_backward()
                 if self._visits and (held_bytes := sum(self.held_bytes().values())):
                     raise UserError(
-                        f"{format_bytes(held_bytes)} of saved tensors still belong to an autograd graph; before "
-                        "close(), run backward, or delete the tensors that refer to the graph (a loss, an output)"
+                        f"Spilling.close: {format_bytes(held_bytes)} of saved tensors still belong to an autograd "
+                        "graph; first run backward, or delete the tensors that keep the graph alive (a loss, an output)"
                     )
             self._forgotten.detach()
             close_parts(self.lanes, self.nvme)
@@ -320,14 +321,14 @@ def check(module: nn.Module, nvme_bytes: int, device_bytes: int, *sizes: int) ->
     """Raises UserError for what is no module, and for what are no bytes."""
     if not isinstance(module, nn.Module):
         raise UserError(
-            f"the first argument is a {type(module).__name__}; give the nn.Module whose forward runs inside the "
-            "Spilling"
+            f"Spilling: the first argument is a {type(module).__name__}; give the nn.Module whose activations should "
+            "be spilled"
         )
     names = ("nvme_bytes", "device_bytes", "minimum_bytes", "transfer_bytes", "ahead_bytes", "window_bytes")
     for name, value in zip(names, (nvme_bytes, device_bytes, *sizes), strict=True):
         least = 0 if name == "device_bytes" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserError(f"{name} = {value!r}: give a whole number of bytes, {least} or more")
+            raise UserError(f"Spilling: {name} = {value!r}: give a whole number of bytes, {least} or more")
 
 
 def close_beside(lanes: CpuLanes, nvme: NvmeSlab) -> None:

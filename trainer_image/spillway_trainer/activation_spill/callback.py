@@ -30,7 +30,10 @@ class SpillingCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Raises UserError when the model or the directory cannot be spilled."""
         if model is None:
-            raise UserError("SpillingCallback: the Trainer named no model: pass the callback to Trainer(callbacks=...)")
+            raise UserError(
+                "SpillingCallback: on_train_begin was called without a model; pass the callback to "
+                "Trainer(callbacks=...), which calls it with the model"
+            )
         self.spilling, self._model = Spilling(model, self._directory, **self._sizes), model
         # On the object, not the class: on_train_end removes it, and the class's forward is there again.
         model.forward = spilled(self.spilling, model.forward)

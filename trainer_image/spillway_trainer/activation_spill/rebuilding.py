@@ -84,10 +84,10 @@ class Leaf(NamedTuple):
         tensor = view_of(handle.tensor(), self.layout)
         if checksum(tensor) != self.checksum:
             raise RuntimeError(
-                f"a tensor of shape {list(tensor.shape)}, saved for backward so that others can be recomputed from it, "
-                f"was changed after its use, and its version counter does not show this (a change by .data or numpy). "
-                f"Change a copy, or make the Spilling with "
-                "lean=False (a TrainingJob: spec.memory.advanced.activations.policy: Keep)"
+                f"a tensor of shape {list(tensor.shape)} was changed after forward used it (through .data or numpy, "
+                "which autograd cannot detect), but backward must recompute other tensors from its old values. "
+                "Change a copy, or create the Spilling with lean=False (in a TrainingJob: "
+                "spec.memory.advanced.activations.policy: Keep)"
             )
         return tensor
 

@@ -84,12 +84,15 @@ def build(  # noqa: PLR0913 - the parts that it joins
     where those of a recomputed segment wait.
     """
     if plan.answers and len(plan.answers) != len(segments):
-        raise ValueError(f"the plan has policies for {len(plan.answers)} segments, but the model has {len(segments)}")
+        raise ValueError(
+            f"the plan has activation policies for {len(plan.answers)} segments, but the model has {len(segments)} "
+            "segments (layer groups); plan the job again (spillway plan)"
+        )
     if Policy.NVME in {*plan.uses, inputs}:
         if nvme is None:
             raise ValueError(
-                "the plan spills activations to NVMe, but it has no bytes for a spill file; plan the job again "
-                "(spillway plan)"
+                "the plan spills activations to NVMe, but reserves no bytes for a spill file on NVMe; plan the job "
+                "again (spillway plan)"
             )
         nvme.reclaim = lanes.reclaim
     store = SpillStore(lanes, ledger, nvme, plan.minimum_bytes, plan.window_bytes)

@@ -131,8 +131,9 @@ def choose_resume(directory: Path) -> Resume:
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointCorrupt(
-            f"{directory}: no checkpoint can be used\n{lines}\n"
-            "restore a good copy, or train from the start in another directory",
+            f"{directory}: every checkpoint from which this run could resume is damaged or missing:\n{lines}\n"
+            "restore one of them from a copy, or train from the start in another directory (spillway run --output, or "
+            "spec.checkpoint.subPath)",
             problems=[str(problem) for problem in problems],
         )
     return Resume(None, ())
@@ -144,7 +145,10 @@ def checkpoints_at(path: Path) -> Path:
     below = path / "checkpoints"
     place = below if below.is_dir() else path
     if not place.is_dir() or not (CheckpointName.parse(place.name) or names_in(place)):
-        raise UserError("no checkpoint there; name a checkpoint, the --output of a run, or its checkpoints directory")
+        raise UserError(
+            "contains no checkpoint; name a checkpoint (step-N.eE), the --output directory of a run, or the "
+            "checkpoints directory in it"
+        )
     return place
 
 
@@ -173,7 +177,8 @@ def tokenizer_of(checkpoint: StoredCheckpoint, places: Iterable[Path] = ()) -> P
             return file
     looked = ", ".join(str(place / "corpus*") for place in near)
     raise UserError(
-        f"{checkpoint.path}: its tokenizer.json was not found in {looked}; restore the corpus that it was trained on"
+        f"{checkpoint.path}: its tokenizer.json was not found in {looked}; restore the corpus directory of the run "
+        "that wrote this checkpoint"
     )
 
 
@@ -249,8 +254,8 @@ class Epoch:
             known = owner_of(directory)
             if owner is not None and known is not None and known.uid != owner.uid:
                 raise UserError(
-                    f"{directory}: holds the checkpoints of TrainingJob {known.namespace}/{known.name} (uid "
-                    f"{known.uid}); give this job another checkpoint.subPath"
+                    f"{directory}: holds the checkpoints of another TrainingJob, {known.namespace}/{known.name} (uid "
+                    f"{known.uid}); set another spec.checkpoint.subPath for this job"
                 )
             if any(seen >= number for seen in _epochs_seen(directory)):
                 raise _fenced(directory, number)
@@ -259,7 +264,8 @@ class Epoch:
             epoch._remove_leftovers()
         except OSError as error:
             raise CheckpointNotWritten(
-                f"{directory}: cannot keep checkpoints there: {error.strerror or error}"
+                f"{directory}: cannot keep checkpoints in this directory: {error.strerror or error}; check that it is "
+                "writable and its disk has free space"
             ) from error
         return epoch
 
@@ -283,9 +289,9 @@ class Epoch:
         except OSError as error:
             self.check_fence()  # a later epoch clears our temporary files: then that is the news
             raise CheckpointNotWritten(
-                f"{self.directory / str(pending.name)}: not written: {error.strerror or error}"
-                f"{f' ({error.filename})' if error.filename else ''}; earlier checkpoints are intact; free "
-                "space or give checkpoints a larger volume"
+                f"{self.directory / str(pending.name)}: this checkpoint was not written: {error.strerror or error}"
+                f"{f' ({error.filename})' if error.filename else ''}; earlier checkpoints are intact. Free space on "
+                "the volume with the checkpoints, or use a larger volume"
             ) from error
 
     def prune(self, keep: int, best_step: int = 0) -> list[CheckpointName]:
@@ -308,7 +314,8 @@ class Epoch:
                 self.files.remove_tree(temporary)
         except OSError as error:
             raise CheckpointNotWritten(
-                f"{self.directory}: old checkpoints not removed: {error.strerror or error}; newer ones are intact"
+                f"{self.directory}: cannot remove old checkpoints: {error.strerror or error}; newer checkpoints are "
+                "intact. Check that this directory is writable"
             ) from error
         return doomed
 
@@ -342,7 +349,8 @@ class Epoch:
         self.files.sync_directory(self.directory)
         if self.resume.checkpoint is not None and not (self.resume.checkpoint.path / MANIFEST).exists():
             raise CheckpointCorrupt(
-                f"{self.resume.checkpoint.path}: removed while attempt {self.number} was starting from it"
+                f"{self.resume.checkpoint.path}: this checkpoint was removed while attempt {self.number} was starting "
+                "from it; start the job again, and remove no checkpoints meanwhile"
             )
 
     def _remove_leftovers(self) -> None:
@@ -403,12 +411,12 @@ def _read_base(directory: Path, number: int) -> CheckpointName | None:
         raise Unsealed("no such file") from None
     if fields.get("version") != EPOCH_VERSION:
         raise UserError(
-            f"{directory / f'epoch-{number}.json'}: has version {fields.get('version')}, but this version of spillway "
-            f"reads version {EPOCH_VERSION}; use the version of spillway that wrote it"
+            f"{directory / f'epoch-{number}.json'}: is in file format {fields.get('version')}, but this version of "
+            f"Spillway reads only format {EPOCH_VERSION}; use the version of Spillway that wrote the file"
         )
     base = None if fields["resumes_from"] is None else CheckpointName.parse(fields["resumes_from"])
     if fields["epoch"] != number or (base is not None and base.epoch >= number):
-        raise Unsealed(f"the file of epoch {fields['epoch']}")
+        raise Unsealed(f"a record of attempt {fields['epoch']} that does not belong in this file")
     return base
 
 
@@ -416,7 +424,7 @@ def _verify_epoch(directory: Path, number: int) -> list[Problem]:
     try:
         _read_base(directory, number)
     except Unsealed as error:
-        return [Problem(directory.name, f"epoch-{number}.json", "an intact epoch file", str(error))]
+        return [Problem(directory.name, f"epoch-{number}.json", "an intact record of an attempt", str(error))]
     return []
 
 
@@ -438,7 +446,10 @@ def _summary(directory: Path, name: CheckpointName, in_lineage: bool) -> Checkpo
 
 def _refuse_existing(target: Path) -> None:
     if target.exists():
-        raise CheckpointNotWritten(f"{target}: already exists, and a checkpoint is never overwritten")
+        raise CheckpointNotWritten(
+            f"{target}: a checkpoint with this name already exists and is never overwritten; move it to another "
+            "directory"
+        )
 
 
 def _fenced(directory: Path, number: int) -> Fenced:
@@ -449,7 +460,8 @@ def _fenced(directory: Path, number: int) -> Fenced:
         else f"attempt {newest} has taken over the run"
     )
     return Fenced(
-        f"{directory}: {found}; this process belongs to attempt {number} and must end",
+        f"{directory}: {found}; this process of attempt {number} ends, because only one process may write checkpoints "
+        "in this directory",
         epoch=number,
         newest_epoch=newest,
     )

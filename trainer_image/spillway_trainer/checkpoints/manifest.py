@@ -175,14 +175,14 @@ class Manifest:
         fields = unseal(content)
         if fields.get("version") != MANIFEST_VERSION:
             raise UserError(
-                f"checkpoint of step {fields.get('step')}: written by spillway {fields.get('spillway')} with manifest "
-                f"version {fields.get('version')}, but this version of spillway reads version {MANIFEST_VERSION}; use "
-                "the version that wrote it"
+                f"checkpoint of step {fields.get('step')}: written by Spillway {fields.get('spillway')} in checkpoint "
+                f"format {fields.get('version')}, but this version of Spillway reads only format {MANIFEST_VERSION}; "
+                "use the version of Spillway that wrote the checkpoint"
             )
         try:
             return Manifest._from_fields(fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:  # sealed, but not by us
-            raise Unsealed(f"fields that no manifest has ({type(error).__name__}: {error})") from error
+            raise Unsealed(f"JSON that is not a manifest ({type(error).__name__}: {error})") from error
 
     @staticmethod
     def _from_fields(fields: Mapping[str, Any]) -> Manifest:
@@ -221,7 +221,7 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
     manifest = Manifest.from_bytes(content)
     name = CheckpointName.parse(path.name)
     if name is not None and name != manifest.name:
-        raise Unsealed(f"the manifest of {manifest.name}")
+        raise Unsealed(f"the manifest of another checkpoint, {manifest.name}")
     return StoredCheckpoint(path, manifest)
 
 

@@ -26,13 +26,13 @@ def unseal(content: bytes) -> dict[str, Any]:
     """The fields of a sealed file. Raises Unsealed when any byte differs from what was written."""
     match = _SEAL.match(content)
     if match is None:
-        raise Unsealed(f"{len(content)} bytes that do not begin with a hash")
+        raise Unsealed(f"{len(content)} bytes that do not begin with a checksum")
     body = content[match.end() :].removesuffix(b"\n")
     if match.end() + len(body) + 1 != len(content):
-        raise Unsealed(f"{len(content)} bytes without the last newline")
+        raise Unsealed(f"{len(content)} bytes that do not end with a newline")
     found = xxhash.xxh3_128_hexdigest(body)
     if found != match[1].decode():
-        raise Unsealed(f"hash {found} over its content")
+        raise Unsealed(f"content with checksum {found}, but another checksum in its first line")
     try:
         fields: dict[str, Any] = json.loads(b"{" + body)
     except ValueError as error:

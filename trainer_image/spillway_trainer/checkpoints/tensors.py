@@ -171,8 +171,8 @@ def load_parameters(
         _check_shapes(checkpoint, Hyperparameters(), (MASTER,), shapes, statistics)
     except UserError as error:
         raise UserError(
-            f"spec.checkpoint.from: {error}; to train adapters on that model, or to change it, export the checkpoint "
-            "(spillway ckpt export) and name the exported directory as model.source"
+            f"spec.checkpoint.from: {error}; to train adapters on that model, or to change the model, export the "
+            "checkpoint (spillway ckpt export) and name the exported directory as spec.model.source"
         ) from error
     tensors = checkpoint.manifest.tensors
     read = [name for name in tensors if name in statistics or name.startswith(f"{MASTER}.")]
@@ -205,10 +205,10 @@ def check_same_run(
     ]
     if differences:
         raise UserError(
-            f"checkpoint of step {state.step}: belongs to another run: {'; '.join(differences)}. Restore the corpus "
-            "directory, the model's source, the job's data fields and the optimizer's name and moments, or train in a "
-            "new output directory (needed, too, if an older version of spillway, which held out the last sequences of "
-            "the corpus, wrote the checkpoint)"
+            f"checkpoint of step {state.step}: belongs to another run: {'; '.join(differences)}. Restore what that "
+            "run used (corpus directory, spec.model.source, spec.data, spec.training.seed, spec.training.optimizer), "
+            "or train in a new output directory. If a version of Spillway that held out the last sequences of the "
+            "corpus wrote the checkpoint, only a new directory helps"
         )
 
 
@@ -219,13 +219,14 @@ def check_same_base(start: StoredCheckpoint, model: Mapping[str, Any], seed: int
     where = f"spec.checkpoint.from: {start.path}: trained"
     if then.tokenizer_xxh3 != tokenizer_xxh3:
         raise UserError(
-            f"{where} with another tokenizer than this job; use the model.source and the kind of data of that run"
+            f"{where} with another tokenizer than this job uses; set spec.model.source and the kind of spec.data as in "
+            "the job that wrote the checkpoint"
         )
     base, base_then = model.get("source_xxh3", f"seed {seed}"), then.model.get("source_xxh3", f"seed {then.seed}")
     if model.get("frozen") and base != base_then:
         raise UserError(
-            f"{where} with other frozen parameters than this job; use the model.source, or the training.seed, of "
-            "that run"
+            f"{where} on other frozen parameters than this job has; set spec.model.source (without a source: "
+            "spec.training.seed) as in the job that wrote the checkpoint"
         )
 
 
@@ -264,7 +265,7 @@ def _check_shapes(
     raise UserError(
         f"{checkpoint.path}: belongs to another model; {len(differing)} of its tensors differ, the first:\n"
         + "\n".join(lines)
-        + "\nset spec.model to the model that was trained there, or use another directory"
+        + "\nset spec.model to the model of this checkpoint, or use another directory"
     )
 
 

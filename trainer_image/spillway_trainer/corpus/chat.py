@@ -62,7 +62,10 @@ class ChatTemplate:
                 texts |= {"default": path.read_text(encoding="utf-8")}
         except (KeyError, TypeError, OSError, ValueError) as error:
             found = f"{type(error).__name__}: {error}"
-            raise UserError(f"{directory}: its chat template cannot be read: {found}") from error
+            raise UserError(
+                f"{directory}: cannot read the chat template: {found}; correct chat_template.jinja, or the field "
+                "chat_template of tokenizer_config.json"
+            ) from error
         tokens = {name: token for name, token in named_tokens(fields).items() if name.endswith("_token")}
         return ChatTemplate(directory, texts, tokens)
 
@@ -136,8 +139,8 @@ class Renderer:
             after = text if number == len(messages) - 1 else self._render(document, messages[: number + 1])
         except UserError as error:
             raise UserError(
-                f"messages[{number}]: the chat template cannot render only the messages up to this one ({error}), so "
-                f"the response is not found in the text; mark responses in the template with {{% generation %}}"
+                f"messages[{number}]: to find this response in the text, Spillway renders the conversation only up to "
+                f"it, which failed ({error}); mark responses in the template with {{% generation %}}"
             ) from error
         for part in (before, after):
             if not text.startswith(part):
@@ -168,7 +171,8 @@ class Renderer:
             raise UserError(f"rejected by the chat template of {self._template.directory}: {error}") from error
         except Exception as error:  # a template runs operators of Python
             raise UserError(
-                f"not rendered by the chat template of {self._template.directory}: {type(error).__name__}: {error}"
+                f"cannot be rendered by the chat template of {self._template.directory}: {type(error).__name__}: "
+                f"{error}"
             ) from error
         (text,), spans = made
         return text.encode(errors="replace").decode(), tuple(spans[0]) if spans else ()
@@ -191,8 +195,8 @@ class Renderer:
                 if found := next(filter(None, map(self._special.search, _strings(part))), None):
                     where = name if number is None else f"{name}[{number}]"
                     raise UserError(
-                        f"{where}: contains the special token {found[0]}, which only the template may write; remove "
-                        f"it, or leave the line out"
+                        f"{where}: contains the special token {found[0]}, but only the chat template or the tokenizer "
+                        "may add special tokens; remove the token, or leave the line out"
                     )
 
 
@@ -221,11 +225,11 @@ def _given(tokens: list[Any], labels: list[Any] | None, num_tokens: int) -> tupl
         )
     labels = tokens if labels is None else labels
     if len(labels) != len(tokens):
-        raise UserError(f"labels: there are {len(labels)} labels for {len(tokens)} input_ids; give one for each")
+        raise UserError(f"labels: there are {len(labels)} labels for {len(tokens)} input_ids; give a label for each")
     wrong = next((at for at, one in enumerate(labels) if one not in (tokens[at], IGNORED_LABEL)), None)
     if wrong is not None:
         raise UserError(
-            f"labels[{wrong}] is {labels[wrong]!r}; it must be input_ids[{wrong}], {tokens[wrong]}, or -100"
+            f"labels[{wrong}] is {labels[wrong]!r}; it must be {tokens[wrong]} (input_ids[{wrong}]), or -100 (no label)"
         )
     is_label = np.array(labels) != IGNORED_LABEL
     if not is_label[1:].any():
@@ -244,9 +248,9 @@ def _strings(value: object) -> Iterator[str]:
 def _no_prefix(part: str, text: str) -> str:
     same = next((at for at, (one, other) in enumerate(zip(part, text, strict=False)) if one != other), len(text))
     return (
-        f"the messages up to this one, rendered alone, continue with {part[same : same + 40]!r}, but in the whole "
-        f"conversation with {text[same : same + 40]!r}, so the response is not found; mark responses in the chat "
-        f"template with {{% generation %}}"
+        f"the chat template renders the first messages differently when the rest is absent (from the first difference "
+        f"on, {part[same : same + 40]!r} instead of {text[same : same + 40]!r}), so Spillway cannot find the response "
+        f"in the text; mark responses in the template with {{% generation %}}"
     )
 
 
@@ -328,9 +332,9 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+        raise UserError(f"{path}: cannot be read: {error}; restore the model's own file") from error
     if not isinstance(fields, dict):
-        raise UserError(f"{path}: cannot be read: it is not a JSON object")
+        raise UserError(f"{path}: its content is not a JSON object; restore the model's own file")
     return fields
 
 

@@ -186,8 +186,9 @@ class TokenBatches:
         num_tokens, fraction = corpus.index.num_tokens, (evaluation and evaluation.fraction) or 0.0
         if objective is TrainingObjective.MASKED and corpus.index.mask is None:
             raise UserError(
-                f"{corpus.tokenizer_path}: has no mask token, but a model that predicts masked tokens needs one; use "
-                f"another output directory, or a source whose tokenizer has one"
+                f"{corpus.tokenizer_path}: has no mask token, but this model is trained to predict masked tokens; use "
+                "another output directory, where a new tokenizer is trained, or a spec.model.source whose tokenizer "
+                "has a mask token"
             )
         self._windows = windows_of(corpus, sequence_length, objective)
         self.cut = self._windows.cut if isinstance(self._windows, Chats) else ""
@@ -197,16 +198,16 @@ class TokenBatches:
             if self._windows.num <= num_held_out:
                 raise UserError(
                     f"{corpus.directory}: only {self._windows.num} of {corpus.index.num_documents} chats have a "
-                    f"response within training.sequenceLength {sequence_length}, and data.evaluation.fraction "
-                    f"{fraction} holds out {num_held_out} of these, so none is left to train on; give more chats or a "
-                    "longer sequence"
+                    f"response within spec.training.sequenceLength {sequence_length}. Evaluation holds out "
+                    f"{num_held_out} of these (spec.data.evaluation.fraction {fraction}), so no chat is left to train "
+                    "on; give more chats, or raise sequenceLength"
                 )
         elif num_tokens <= sequence_length or self._windows.num <= num_held_out:
             needed = sequence_length * (2 if fraction else 1) + 1
             raise UserError(
-                f"{corpus.directory}: the corpus has {num_tokens} tokens, and training.sequenceLength "
-                f"{sequence_length} with data.evaluation.fraction {fraction} needs at least {needed}; "
-                "give more text or a shorter sequence"
+                f"{corpus.directory}: the corpus has {num_tokens} tokens, but spec.training.sequenceLength "
+                f"{sequence_length} with spec.data.evaluation.fraction {fraction} needs at least {needed} tokens; "
+                "give more text, or lower sequenceLength"
             )
         self.num_sequences = self._windows.num - num_held_out
         """Training sequences, that is samples per epoch."""
@@ -220,10 +221,12 @@ class TokenBatches:
             num_held_out, held_out = self._evaluated.num, corpus.evaluation.fingerprint
             if not num_held_out:
                 if corpus.index.documents is None:
-                    raise UserError("spec.data.evaluation.text: the text is too short to predict a token; give more")
+                    raise UserError(
+                        "spec.data.evaluation.text: the text is too short to predict a token; give more text"
+                    )
                 raise UserError(
-                    "spec.data.evaluation.chat: none of the chats has a response within training.sequenceLength "
-                    f"{sequence_length}; give others, or a longer sequence"
+                    "spec.data.evaluation.chat: no chat has a response within spec.training.sequenceLength "
+                    f"{sequence_length}; give other chats, or raise sequenceLength"
                 )
         self.num_held_out = num_held_out
         self.num_evaluated = min(self._asked or num_held_out, num_held_out)

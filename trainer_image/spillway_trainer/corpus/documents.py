@@ -48,14 +48,15 @@ def written_documents(source: TextSource, directory: Path, report: Callable[[str
                 report(f"corpus: {so_far}")
                 if (free := shutil.disk_usage(directory).free) < written:  # some of it for the tokens
                     raise UserError(
-                        f"{where}: {so_far}, but {directory.parent} has only {format_bytes(free)} free; return fewer "
-                        "documents, or use a larger disk"
+                        f"{where}: {so_far}, but {directory.parent} has only {format_bytes(free)} free for more "
+                        "documents and their tokens; return fewer documents, or use a larger disk"
                     )
             kind, line = _line(document, f"{where}: document {number}")
             kinds.add(kind)
             if len(kinds) > 1:
                 raise UserError(
-                    f"{where}: document {number} is {kind}, those before it are not; return documents of one kind"
+                    f"{where}: document {number} is {kind}, but the documents before it are not; return either only "
+                    "text or only chat"
                 )
             file.write(line + "\n")
             more()
@@ -123,7 +124,9 @@ def _line(document: Any, where: str) -> tuple[str, str]:
     try:
         return kind, json.dumps(given, default=lambda value: value.tolist())  # of arrays and tensors
     except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{where}: cannot be written as JSON: {error}") from error
+        raise UserError(
+            f"{where}: cannot be written as JSON: {error}; use strings, numbers, lists, dictionaries, arrays or tensors"
+        ) from error
 
 
 @contextmanager

@@ -50,24 +50,28 @@ def _opened(index: Path) -> tuple[npt.NDArray[Any], int]:
     with index.open("rb") as file:
         head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-        raise UserError(f"{index}: expected an index of Megatron-LM, which begins with MMIDIDX; found {head[:9]!r}")
+        raise UserError(
+            f"{index}: expected an index of Megatron-LM, which begins with MMIDIDX; found {head[:9]!r}; give an .idx "
+            "file that Megatron-LM wrote"
+        )
     _, version, kind, num_sequences, num_ends = _HEADER.unpack(head)
     if version != _VERSION or kind not in _TYPES:
         known = f"version {_VERSION} with integers (types {', '.join(map(str, _TYPES))})"
-        raise UserError(f"{index}: expected {known}, found version {version}, type {kind}; write it again")
+        raise UserError(f"{index}: expected {known}, found version {version}, type {kind}; write the file again")
     lengths = np.fromfile(index, "<i4", num_sequences, offset=_HEADER.size)
     offsets = np.fromfile(index, "<i8", num_sequences, offset=_HEADER.size + 4 * num_sequences)
     stops = np.cumsum(lengths, dtype=np.int64) * np.dtype(_TYPES[kind]).itemsize
     if len(offsets) < num_sequences or not np.array_equal(offsets[1:], stops[:-1]) or offsets[:1].any():
         raise UserError(
-            f"{index}: its {num_sequences} sequences do not follow one another in the .bin file; write both files again"
+            f"{index}: its {num_sequences} sequences do not follow one another without gaps in the .bin file; write "
+            "the .idx and .bin files again"
         )
     path, expected = index.with_suffix(".bin"), int(stops[-1]) if num_sequences else 0
     found = path.stat().st_size if path.exists() else None
     if found != expected:
         raise UserError(
             f"{path}: expected {expected} bytes, as {index.name} says, found {'no file' if found is None else found}; "
-            "copy both files again"
+            "copy the .idx and .bin files again"
         )
     tokens = np.memmap(path, dtype=_TYPES[kind], mode="r") if expected else np.empty(0, _TYPES[kind])
     return tokens, max(0, num_ends - 1)

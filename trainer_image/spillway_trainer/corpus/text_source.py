@@ -152,7 +152,9 @@ def text_source(path: Path, field: str = "spec.data.text") -> TextSource:
         if kind == "tokens":
             files = [whole.with_suffix(suffix).name for suffix in suffixes]
             if absent := next((name for name in files if not (root / name).is_file()), None):
-                raise UserError(f"{field}: {path} has no {root / absent} next to it; both are needed")
+                raise UserError(
+                    f"{field}: {path} has no {root / absent} next to it; put the .idx and .bin files in one directory"
+                )
     else:
         root = path.resolve()
         files = [name for name in _walk(root, frozenset()) if Path(name).suffix in suffixes]
@@ -161,7 +163,9 @@ def text_source(path: Path, field: str = "spec.data.text") -> TextSource:
         if path.is_file():
             raise UserError(f"{field}: {path} is empty; give a file with text in it")
         found = "all of them are empty" if files else "there is none"
-        raise UserError(f"{field}: looked in {path} for files named *{' *'.join(suffixes)}: {found}")
+        raise UserError(
+            f"{field}: looked in {path} for files named *{' *'.join(suffixes)}, but {found}; give a directory of {what}"
+        )
     return source
 
 
@@ -170,7 +174,9 @@ def python_stdlib() -> TextSource:
     root = Path(sysconfig.get_path("stdlib")).resolve()
     files = tuple(name for name in _walk(root, _NOT_IN_STDLIB) if name.endswith(".py"))
     if not files:
-        raise UserError(f"spec.data.builtin: {root} has no source files of Python's standard library; use data.text")
+        raise UserError(
+            f"spec.data.builtin: {root} has no source files of Python's standard library; use spec.data.text"
+        )
     return TextSource(PYTHON_STDLIB, ("--builtin", PYTHON_STDLIB), root, files)
 
 
@@ -191,7 +197,9 @@ def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
 
 
 def _refuse_unreadable(error: OSError) -> None:
-    raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or leave it out")
+    raise UserError(
+        f"cannot read {error.filename}: {error.strerror}; make this directory readable, or move it out of the data"
+    )
 
 
 def _is_binary(path: Path) -> bool:
@@ -223,8 +231,8 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
             wanted = [name for name in columns if name in names]
             if not wanted:
                 raise UserError(
-                    f"{path}: has the columns {', '.join(names)}, but one of {' or '.join(columns)} is needed; "
-                    "rename a column"
+                    f"{path}: has the columns {', '.join(names)}, but none named {' or '.join(columns)}; rename the "
+                    "column with the data"
                 )
             for batch in table.iter_batches(_ROWS_AT_ONCE, columns=wanted) if parquet else table:
                 yield from batch.select(wanted).to_pylist()
@@ -267,5 +275,8 @@ def directory_of(location: Location, claims: Mapping[str, str | Path], field: st
         return Path(location.path)
     assert location.claim is not None
     if location.claim not in claims:
-        raise UserError(f"{field}.claim = {location.claim}: not mounted; known claims: {sorted(claims)}")
+        raise UserError(
+            f"{field}.claim = {location.claim}: this claim is not mounted; mounted are {sorted(claims)}. In a local "
+            "run, name its directory with --claim NAME=DIR"
+        )
     return Path(claims[location.claim]) / location.sub_path

@@ -124,7 +124,7 @@ class CorpusIndex:
         """Raises Unsealed when a byte differs from what was written, or when another version wrote it."""
         fields = unseal(content)
         if fields.pop("version") not in (INDEX_VERSION, CHAT_INDEX_VERSION):
-            raise Unsealed("the index of another version of spillway")
+            raise Unsealed("an index that another version of Spillway wrote")
         for name in ("shards", "masks"):
             fields[name] = tuple(FileEntry(**entry) for entry in fields.get(name, ()))
         documents = fields.pop("documents", None)
@@ -235,7 +235,7 @@ def prepare_corpus(
         if corpus.evaluation.index.tokenizer_xxh3 != corpus.index.tokenizer_xxh3:
             raise UserError(
                 f"{directory}/evaluation: built with another tokenizer than the training corpus; remove this "
-                "directory to build it again"
+                "directory, and the next start builds it again"
             )
     return corpus
 
@@ -258,18 +258,19 @@ def open_corpus(directory: Path, source: TextSource, vocab_size: int, recipe: To
     if index.vocab_size > vocab_size:
         raise UserError(
             f"{directory}: its tokenizer has {index.vocab_size} tokens, but the model's vocabSize is {vocab_size}; "
-            f"set vocabSize to {index.vocab_size} or more, or use another output directory"
+            f"set vocabSize to {index.vocab_size} or more, or use another output directory, where a new corpus is built"
         )
     if index.stat_xxh3 != source.stat_fingerprint() and index.content_xxh3 != source.content_fingerprint():
         raise UserError(
             f"{directory}: built from {index.source}, but the data is now {source}, or its content has changed; "
-            "restore the old data, or use another output directory"
+            "restore the old data, or use another output directory, where a new corpus is built"
         )
     is_chat = source.kind == "chat" or (source.kind == "entrypoint" and index.documents is not None)
     if index.chat_xxh3 != (ChatTemplate.of(_of_model(recipe)).fingerprint if is_chat else ""):
         raise UserError(
-            f"{directory}: this corpus was built from text, or with another chat template or tokenizer than those of "
-            f"{recipe.model_directory}; restore the old ones, or use another output directory"
+            f"{directory}: this corpus was built from the same files in another way: as text instead of chats or the "
+            f"reverse, or with another chat template or tokenizer than {recipe.model_directory} has now. Undo that "
+            "change, or use another output directory, where a new corpus is built"
         )
     return Corpus(directory, index)
 
@@ -302,7 +303,8 @@ def build_corpus(
     if recipe.model_directory is None and vocab_size < minimum:
         raise UserError(
             f"spec.model.config.vocabSize = {vocab_size}: a tokenizer needs at least {minimum} tokens "
-            f"(every byte and the end of text{', and the mask' if recipe.has_mask else ''})"
+            f"(one for each byte, one for the end of a text{', one as the mask' if recipe.has_mask else ''}); set "
+            f"vocabSize to {minimum} or more"
         )
     temporary = temporary or _temporary_sibling(directory)
     try:
@@ -443,7 +445,8 @@ def given_tokenizer(directory: Path) -> ChosenTokenizer:
         ) from error
     except Exception as error:  # `tokenizers` raises no narrower type
         raise UserError(
-            f"spec.model.source: {path}: not a valid tokenizer of Hugging Face `tokenizers`: {error}"
+            f"spec.model.source: {path}: not a valid tokenizer file of Hugging Face tokenizers: {error}; restore the "
+            "model's own tokenizer.json"
         ) from error
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -639,10 +642,11 @@ def _build_in_child(
         raise UserError(f"spec.data.entrypoint = {source}: {ended_early(child.returncode, message)}")
     if child.returncode == -9:
         raise HostOutOfMemory(
-            f"{directory}: building the corpus was killed, most likely because it used too much memory"
+            f"{directory}: the process that tokenizes the data was killed, most likely because memory ran out; free "
+            "memory, or use a machine with more"
         )
     if child.returncode != 0:
-        raise RuntimeError(f"building the corpus ended with code {child.returncode}: {message}")
+        raise RuntimeError(f"the process that tokenizes the data ended with code {child.returncode}: {message}")
 
 
 def main() -> int:

@@ -180,7 +180,7 @@ def test_a_pipe_in_place_of_a_file_is_a_problem_and_not_waited_for(tmp_path: Pat
 def test_checkpoint_under_another_name_does_not_verify(tmp_path: Path) -> None:
     history(tmp_path, (1, (10,)))
     (tmp_path / "step-10.e1").rename(tmp_path / "step-99.e1")
-    assert [problem.found for problem in verify(tmp_path)] == ["the manifest of step-10.e1"]
+    assert [problem.found for problem in verify(tmp_path)] == ["the manifest of another checkpoint, step-10.e1"]
 
 
 def test_no_usable_checkpoint_is_an_error_with_every_problem(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_strange_files_are_left_alone(tmp_path: Path) -> None:
 
 def test_directory_that_cannot_be_one_is_refused_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot keep checkpoints there"):
+    with pytest.raises(UserError, match="cannot keep checkpoints in this directory"):
         Epoch.start(tmp_path / "file" / "checkpoints", 1)
 
 
@@ -286,7 +286,7 @@ def test_manifest_of_a_later_format_is_refused_not_passed_over(tmp_path: Path) -
     path = tmp_path / "step-10.e1" / "manifest.json"
     fields = unseal(path.read_bytes()) | {"version": 2}
     path.write_bytes(seal(fields))
-    with pytest.raises(UserError, match="manifest version 2"):
+    with pytest.raises(UserError, match="checkpoint format 2"):
         choose_resume(tmp_path)
 
 

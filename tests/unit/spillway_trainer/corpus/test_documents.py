@@ -124,13 +124,13 @@ BAD = {
     "a_string": "returned str; the function must return an iterable or a sequence, each item a string",
     "splits": "returned dict of train, test: return one of them; the function must return",
     "numbers": "document 1: must be a string, .*; found int 3",
-    "mixed": "document 2 is chat, those before it are not",
+    "mixed": "document 2 is chat, but the documents before it are not",
     "no_json": "document 1: cannot be written as JSON: ",
     "no_response": "document 2: messages: no message of the assistant",
     "large_token": r"document 2: input_ids\[1\] is 1000000, but the tokenizer of spec.model.source has only \d+ tokens",
     "float_token": r"document 1: input_ids\[0\] is 1\.0, of type float; tokens must be whole numbers",
     "batch_of_tokens": r"document 1: input_ids\[0\] is \[1, 2, 3\]: a nested list; give the tokens",
-    "wrong_label": r"document 1: labels\[1\] is 1; it must be input_ids\[1\], 2, or -100",
+    "wrong_label": r"document 1: labels\[1\] is 1; it must be 2 \(input_ids\[1\]\), or -100",
     "short_labels": "document 1: labels: there are 1 labels for 2 input_ids",
     "no_label": "document 1: labels: no token after the first is a label",
 }
@@ -213,7 +213,7 @@ def test_a_function_that_never_ends_leaves_as_much_disk_as_it_fills(
 ) -> None:
     monkeypatch.setattr(documents, "SAY_SECONDS", 0.0)
     monkeypatch.setattr(documents.shutil, "disk_usage", lambda _: SimpleNamespace(free=200_000))
-    with pytest.raises(UserError, match=r"so far, 19[56] KiB, but .* has only 195 KiB free; return fewer"):
+    with pytest.raises(UserError, match=r"so far, 19[56] KiB, but .* has only 195 KiB free for .*; return fewer"):
         documents.written_documents(entry_point("cases.user_data:endless"), tmp_path, silent)
 
 

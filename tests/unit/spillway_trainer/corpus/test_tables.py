@@ -59,7 +59,7 @@ def test_the_chats_of_rows_are_those_of_lines(tmp_path: Path, suffix: str) -> No
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_a_table_without_the_column_and_a_damaged_one_are_errors(tmp_path: Path, suffix: str) -> None:
     other = write(tmp_path / f"other.{suffix}", [{"content": "a", "id": 1}])
-    with pytest.raises(UserError, match=rf"other.{suffix}: has the columns content, id, but one of text"):
+    with pytest.raises(UserError, match=rf"other.{suffix}: has the columns content, id, but none named text"):
         list(text_source(other).pieces(Tally()))
     with pytest.raises(UserError, match="messages or prompt or completion or"):
         list(text_source(other, "spec.data.chat").lines())

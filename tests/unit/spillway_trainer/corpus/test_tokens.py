@@ -283,7 +283,7 @@ def lost_index(corpus: Path, text: Path) -> None:
         (changed_tokenizer, "not the tokenizer that made the tokens"),
         (lost_shard, "found no file"),
         (short_shard, "found 10"),
-        (changed_index, "expected the index of a corpus, found hash"),
+        (changed_index, "expected the index of a corpus, found content with checksum"),
         (lost_index, "expected the index of a corpus, found .*No such file"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
