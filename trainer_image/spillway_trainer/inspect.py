@@ -143,8 +143,8 @@ def _measured(chain: Chain, tokens_BT: Tensor, arguments: Mapping[str, tuple[Any
     if len(carried) != 1 or carried[0].dim():
         shapes = ", ".join(str(tuple(output.shape)) for output in carried)
         raise UserError(
-            f"spec.model: the last segment of the model, {name}, returns tensors of shapes {shapes}; change it to return "
-            "only the loss, a single number"
+            f"spec.model: the last segment of the model, {name}, returns tensors of shapes {shapes}; change it to "
+            "return only the loss, a single number"
         )
     return found
 
@@ -397,8 +397,8 @@ def _in_pod(asked: Path, termination: Path) -> int:
         told = inspect(spec, document["claims"]).packed()
         if len(told) > MOST_TERMINATION_BYTES:
             raise UserError(
-                "spec.model: the model has too many layers of different sizes: the pod that measures them reports them in "
-                "its termination message, which holds 4096 bytes; give more of the layers the same sizes"
+                "spec.model: the model has too many layers of different sizes: the pod that measures them reports them "
+                "in its termination message, which holds 4096 bytes; give more of the layers the same sizes"
             )
     except UserError as error:
         termination.write_text(str(error)[:MOST_TERMINATION_BYTES], encoding="utf-8", errors="replace")

@@ -129,8 +129,8 @@ def _read_metadata(path: Path) -> metadata.Metadata:
         described = _MetadataReader(file).load()
     if not isinstance(described, metadata.Metadata):
         raise UserError(
-            f"{path}: contains a {type(described).__name__}, but the metadata of a {PROGRAM} checkpoint must be in this "
-            "file; copy the checkpoint again, or name another"
+            f"{path}: contains a {type(described).__name__}, but the metadata of a {PROGRAM} checkpoint must be in "
+            "this file; copy the checkpoint again, or name another"
         )
     return described
 
@@ -157,8 +157,8 @@ def find_keys(keys: Collection[str], directory: Path) -> Keys:
         if held != {EXP_AVG, EXP_AVG_SQ, "step"}:
             listed = ", ".join(sorted(held))
             raise UserError(
-                f"{directory}: the optimizer state {prefix}state.{name} has {listed}, but only states of Adam and AdamW "
-                "can be imported, which consist of exp_avg, exp_avg_sq and step"
+                f"{directory}: the optimizer state {prefix}state.{name} has {listed}, but only states of Adam and "
+                "AdamW can be imported, which consist of exp_avg, exp_avg_sq and step"
             )
     names = sorted(name for _, name in found)
     return Keys(_model_prefix(set(keys), names, prefixes[0], directory), prefixes[0], names)
@@ -172,8 +172,8 @@ def _model_prefix(keys: Collection[str], names: Sequence[str], optimizer_prefix:
     if len(fitting) != 1:
         found = "none" if not fitting else ", ".join(repr(end) for end in fitting)
         raise UserError(
-            f"{directory}: for the parameters in {optimizer_prefix}state, all weights must be saved once, under the same "
-            f"key prefix, but the prefixes found are: {found}; save the checkpoint with one copy of the weights"
+            f"{directory}: for the parameters in {optimizer_prefix}state, all weights must be saved once, under the "
+            f"same key prefix, but the prefixes found are: {found}; save the checkpoint with one copy of the weights"
         )
     return fitting[0]
 
@@ -266,8 +266,8 @@ class _Stored:
                 )
         if PurePosixPath(name).name != name:
             raise UserError(
-                f"{self._directory / METADATA}: names the file {name}, but may name only files that are directly in the "
-                "checkpoint's directory; copy the checkpoint again"
+                f"{self._directory / METADATA}: names the file {name}, but may name only files that are directly in "
+                "the checkpoint's directory; copy the checkpoint again"
             )
         path = self._directory / name
         with readable(path), path.open("rb") as file:

@@ -97,8 +97,8 @@ def export(
     state = checkpoint.manifest.state
     if not tokenizer.is_file() or describe_file(tokenizer).xxh3_128 != state.tokenizer_xxh3:
         raise UserError(
-            f"{tokenizer}: not the tokenizer that {checkpoint} was trained with, or missing; restore the tokenizer.json "
-            "of that run's corpus"
+            f"{tokenizer}: not the tokenizer that {checkpoint} was trained with, or missing; restore the "
+            "tokenizer.json of that run's corpus"
         )
     source = _source(state.model, base)
     exported = _merged(checkpoint, source, dtype) if merge else _exported(checkpoint, output, dtype)

@@ -100,8 +100,8 @@ def _parameters(checkpoint: StoredCheckpoint) -> list[str]:
     for name, found in kinds.items():
         if found != set(KINDS):
             raise UserError(
-                f"{checkpoint}: parameter {name} has the states {', '.join(sorted(found))}; this export format can hold "
-                f"only those of AdamW and Adam ({', '.join(KINDS)}); export only the weights with --as huggingface"
+                f"{checkpoint}: parameter {name} has the states {', '.join(sorted(found))}; this export format can "
+                f"hold only those of AdamW and Adam ({', '.join(KINDS)}); export only the weights with --as huggingface"
             )
     return list(kinds)
 
@@ -116,8 +116,8 @@ def _check_powers(checkpoint: StoredCheckpoint, num_updates: int, betas: tuple[f
     if differing:
         raise UserError(
             f"{checkpoint}: {differing[0]} is {scalars.get(differing[0])}, but would be {expected[differing[0]]} after "
-            f"{num_updates} updates with betas {betas}: the betas were changed during the run, which this format cannot "
-            f"express; export only the weights with --as huggingface"
+            f"{num_updates} updates with betas {betas}: the betas were changed during the run, which this format "
+            f"cannot express; export only the weights with --as huggingface"
         )
 
 

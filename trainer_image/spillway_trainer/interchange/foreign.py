@@ -158,8 +158,8 @@ def the_one(values: Mapping[str, Any], what: str) -> Any:
     for where, value in others:
         if value != first[1]:
             raise UserError(
-                f"{what}: found {first[1]} for {first[0]}, but {value} for {where}; only a checkpoint with the same value "
-                "for the whole model can be imported"
+                f"{what}: found {first[1]} for {first[0]}, but {value} for {where}; only a checkpoint with the same "
+                "value for the whole model can be imported"
             )
     return first[1]
 

@@ -59,8 +59,8 @@ def open_foreign(path: Path) -> Foreign:
     if any(directory.glob(OPTIMIZER_FILES)):
         return read_zero(directory)
     raise UserError(
-        f"{directory}: no checkpoint with optimizer states in a known format; name a directory that contains {METADATA} "
-        f"({PROGRAM}), {STATES}/ (DeepSpeed universal) or {OPTIMIZER_FILES} (DeepSpeed ZeRO)"
+        f"{directory}: no checkpoint with optimizer states in a known format; name a directory that contains "
+        f"{METADATA} ({PROGRAM}), {STATES}/ (DeepSpeed universal) or {OPTIMIZER_FILES} (DeepSpeed ZeRO)"
     )
 
 
@@ -70,7 +70,8 @@ def _tag(path: Path) -> Path:
             tag = latest.read_text(encoding="utf-8", errors="replace").strip()
             if Path(tag).name != tag or not (path / tag).is_dir():
                 raise UserError(
-                    f"{latest}: names the directory {tag!r}, but none of this name is next to this file; correct the name"
+                    f"{latest}: names the directory {tag!r}, but no directory of this name is next to this file; copy "
+                    "the whole checkpoint again"
                 )
             return path / tag
     return path
@@ -109,8 +110,8 @@ def _check_rule(job: JobFile) -> None:
     rule = job.spec.training.optimizer.rule
     if rule.state_kinds != KINDS:
         raise UserError(
-            f"spec.training.optimizer.name = {rule}: this optimizer keeps the states {', '.join(rule.state_kinds)}, but "
-            f"only {', '.join(KINDS)} can be imported; use AdamW or Adam"
+            f"spec.training.optimizer.name = {rule}: this optimizer keeps the states {', '.join(rule.state_kinds)}, "
+            f"but only {', '.join(KINDS)} can be imported; use AdamW or Adam"
         )
 
 
@@ -123,8 +124,8 @@ def _check_steps(job: JobFile, foreign: Foreign) -> None:
     steps = job.spec.training.num_steps
     if foreign.num_steps >= steps:
         raise UserError(
-            f"{foreign.path}: the checkpoint has already trained {foreign.num_steps} steps, but the job has only {steps} "
-            "in total; raise spec.training.steps or spec.training.epochs"
+            f"{foreign.path}: the checkpoint has already trained {foreign.num_steps} steps, but the job has only "
+            f"{steps} in total; raise spec.training.steps or spec.training.epochs"
         )
 
 
@@ -169,7 +170,7 @@ def _values(
             flat = value.dim() == 1 and foreign.shapes[names[name]] is None
             if tuple(value.shape) != shape and not (flat and value.numel() == math.prod(shape)):
                 raise UserError(
-                    f"{foreign.path}: {kind} of parameter {names[name]} has shape {tuple(value.shape)} in the checkpoint, but "
-                    f"{shape} in the job; correct spec.model, or name another checkpoint"
+                    f"{foreign.path}: {kind} of parameter {names[name]} has shape {tuple(value.shape)} in the "
+                    f"checkpoint, but {shape} in the job; correct spec.model, or name another checkpoint"
                 )
             yield f"{kind}.{name}", value.reshape(shape)

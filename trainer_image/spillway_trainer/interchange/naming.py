@@ -56,8 +56,8 @@ def matched(foreign: Foreign, shapes: Mapping[str, tuple[int, ...]], naming: Nam
     if lines:
         shown = "\n".join(f"  {line}" for line in lines[:MOST_NAMED])
         raise UserError(
-            f"{foreign.path}: belongs to another model than spec.model; {len(lines)} parameters differ, the first:\n{shown}\n"
-            "correct spec.model, or name a checkpoint of the model in spec.model"
+            f"{foreign.path}: belongs to another model than spec.model; {len(lines)} parameters differ, the "
+            f"first:\n{shown}\ncorrect spec.model, or name a checkpoint of the model in spec.model"
         )
     return found
 

@@ -70,8 +70,8 @@ def read_universal(directory: Path) -> Foreign:
             if isinstance(value, Mapping):
                 if value.get("vocab_tensor"):
                     raise UserError(
-                        f"{path}: saved without the padding rows of the vocabulary, so the shape of this tensor in training is "
-                        "unknown and the checkpoint cannot be imported; use another one"
+                        f"{path}: saved without the padding rows of the vocabulary, so the shape of this tensor in "
+                        "training is unknown and the checkpoint cannot be imported; use another one"
                     )
                 value = value["param"]
             return float32_values(value, f"{path}: {kind}")

@@ -110,12 +110,13 @@ def _optimizer_files(directory: Path) -> list[Path]:
         rank, model_rank = int(match[1]), int(match[2])
         if model_rank:
             raise UserError(
-                f"{path}: written by a model-parallel run; convert the checkpoint with DeepSpeed's ds_to_universal first"
+                f"{path}: written by a model-parallel run; convert the checkpoint with DeepSpeed's ds_to_universal "
+                "first"
             )
         if rank in found:
             raise UserError(
-                f"{path}: {found[rank].name} also holds the states of rank {rank}; remove the file of the two that belongs "
-                "to another checkpoint"
+                f"{path}: {found[rank].name} also holds the states of rank {rank}; remove whichever of the two "
+                "files belongs to another checkpoint"
             )
         found[rank] = path
     missing = sorted(set(range(max(found, default=0) + 1)) - set(found))
@@ -136,7 +137,8 @@ def _check_partition_count(rank: Mapping[str, Any], path: Path, num_files: int) 
         counts = set(count) if isinstance(count, list | tuple) else {count}
         if rank["optimizer_state_dict"].get("ds_zero_partition_groups"):
             raise UserError(
-                f"{path}: written with expert parallelism; convert the checkpoint with DeepSpeed's ds_to_universal first"
+                f"{path}: written with expert parallelism; convert the checkpoint with DeepSpeed's ds_to_universal "
+                "first"
             )
     if counts != {num_files}:
         wanted = ", ".join(str(one) for one in sorted(counts))
@@ -170,8 +172,8 @@ def _groups_of(rank: Mapping[str, Any], stage: int, path: Path) -> list[RankGrou
         masters, inner = rank["optimizer_state_dict"][key], _optimizer_state(rank, stage, path)
         if not inner["state"]:
             raise UserError(
-                f"{path}: contains no optimizer moments, because DeepSpeed kept them on NVMe or trained no step; save the "
-                "checkpoint after a step, without NVMe offload"
+                f"{path}: contains no optimizer moments, because DeepSpeed kept them on NVMe or trained no step; save "
+                "the checkpoint after a step, without NVMe offload"
             )
         return [_rank_group(i, master, inner, stage, path) for i, master in enumerate(masters)]
 
@@ -229,8 +231,8 @@ def _places(
         # Stages 1 and 2 once padded to a multiple of twice the ranks, and saved the padding.
         if start > available or available - start >= 2 * len(groups):
             raise UserError(
-                f"{directory}: the saved parameter group {index} has {available} values, but the shapes of its parameters "
-                f"add up to {start}; copy the checkpoint again"
+                f"{directory}: the saved parameter group {index} has {available} values, but the shapes of its "
+                f"parameters add up to {start}; copy the checkpoint again"
             )
     return places
 

@@ -393,7 +393,7 @@ def test_latest_names_the_tag_and_never_leaves_the_checkpoint(tmp_path: Path) ->
     assert_holds(open_foreign(tmp_path / "run"))
     for tag in ("../run/global_step3", "/etc", "nowhere"):
         (tmp_path / "run" / "latest").write_text(tag)
-        with pytest.raises(UserError, match=f"latest: names the directory {tag!r}, but none of this name"):
+        with pytest.raises(UserError, match=f"latest: names the directory {tag!r}, but no directory of this name"):
             open_foreign(tmp_path / "run")
 
 
