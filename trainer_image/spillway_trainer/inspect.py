@@ -63,12 +63,13 @@ def _inspected(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
         raise
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise UserError(
-            f"spec.model: the size of the result of {error.func} in its forward depends on the values of a tensor, so "
-            f"its memory cannot be planned; use torch.where instead of a boolean index, and no .item()"
+            f"spec.model: the model's forward calls {error.func}, whose result depends on the values of a tensor, so "
+            f"its memory cannot be planned from shapes; use torch.where instead of a boolean index, and no .item()"
         ) from error
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"spec.model: its forward fails on a micro-batch: {type(error).__name__}: {error}; correct the model"
+            f"spec.model: the model's forward fails on a test micro-batch: {type(error).__name__}: {error}; correct "
+            "the model"
         ) from error
 
 
@@ -151,7 +152,10 @@ def _measured(chain: Chain, tokens_BT: Tensor, arguments: Mapping[str, tuple[Any
         found[name], carried = equal[signature]
     if len(carried) != 1 or carried[0].dim():
         shapes = ", ".join(str(tuple(output.shape)) for output in carried)
-        raise UserError(f"spec.model: its last segment, {name}, returns {shapes}: it must return the loss, one number")
+        raise UserError(
+            f"spec.model: the last segment of the model, {name}, returns tensors of shapes {shapes}; change it to "
+            "return only the loss, a single number"
+        )
     return found
 
 
@@ -403,8 +407,9 @@ def _in_pod(asked: Path, termination: Path) -> int:
         told = inspect(spec, document["claims"]).packed()
         if len(told) > MOST_TERMINATION_BYTES:
             raise UserError(
-                "spec.model: its layers differ so much that their sizes do not fit into a termination message (4096 "
-                "bytes); give the model fewer layers that differ, or the members fewer different model.lora"
+                "spec.model: the model has too many layers of different sizes: the pod that measures them reports them "
+                "in its termination message, which holds 4096 bytes; give more of the layers the same sizes, "
+                "or the members fewer different spec.model.lora"
             )
     except UserError as error:
         termination.write_text(str(error)[:MOST_TERMINATION_BYTES], encoding="utf-8", errors="replace")

@@ -31,7 +31,7 @@ def test_wrong_tensors_are_refused_before_anything_is_launched() -> None:
     four = [torch.zeros(4) for _ in range(4)]
     with pytest.raises(ValueError, match=r"gradient is torch\.float64.*contiguous torch\.float32 or torch\.bfloat16"):
         triton_kernels.update(step, four[0], four[1:3], torch.zeros(4, dtype=torch.float64), None)
-    with pytest.raises(ValueError, match=r"out is .* give a contiguous .* of 4 elements on cpu"):
+    with pytest.raises(ValueError, match=r"out is .* pass a contiguous .* of 4 elements on cpu"):
         triton_kernels.update(step, four[0], four[1:3], four[3], torch.zeros(5))
     with pytest.raises(ValueError, match=r"exp_avg is .* stride"):
         triton_kernels.update(step, four[0], (torch.zeros(8)[::2], four[2]), four[3], None)

@@ -257,7 +257,7 @@ def test_what_an_entry_point_prints_is_no_part_of_the_answer(tmp_path: Path, mon
     document["spec"]["model"] = {"entrypoint": "their_chain:failing"}
     done = inspect_command(document, tmp_path)
     assert (done.returncode, done.stdout) == (64, "")
-    assert "spec.model: its forward fails on a micro-batch: RuntimeError: " in done.stderr
+    assert "spec.model: the model's forward fails on a test micro-batch: RuntimeError: " in done.stderr
 
 
 # --- what a segment may not write -------------------------------------------------------------------------------------
@@ -350,7 +350,9 @@ class Unsummed(nn.Module):
 def test_a_loss_that_is_not_one_number_is_an_error() -> None:
     chain = build_model(spec_of("llama"))
     chain.head = Unsummed(chain.head)
-    with pytest.raises(UserError, match=r"its last segment, head, returns \(.*\): it must return the loss, one number"):
+    with pytest.raises(
+        UserError, match=r"the last segment of the model, head, returns .* \(.*\); .* the loss, a single number"
+    ):
         shape_of_chain(chain, BATCH, LENGTH)
 
 

@@ -128,7 +128,10 @@ def _read_metadata(path: Path) -> metadata.Metadata:
     with readable(path), path.open("rb") as file:
         described = _MetadataReader(file).load()
     if not isinstance(described, metadata.Metadata):
-        raise UserError(f"{path}: found a {type(described).__name__} instead of metadata of {PROGRAM}")
+        raise UserError(
+            f"{path}: contains a {type(described).__name__}, but the metadata of a {PROGRAM} checkpoint must be in "
+            "this file; copy the checkpoint again, or name another"
+        )
     return described
 
 
@@ -140,18 +143,22 @@ def find_keys(keys: Collection[str], directory: Path) -> Keys:
             kinds[match["prefix"], match["name"]].add(match["kind"])
     found = {of: kinds[of] for of in kinds if kinds[of] & {EXP_AVG, EXP_AVG_SQ}}
     if not found:
-        raise UserError(f"{directory}: no optimizer states (keys that end in state.PARAMETER.exp_avg) of Adam or AdamW")
+        raise UserError(
+            f"{directory}: contains no optimizer states of Adam or AdamW (keys that end in state.PARAMETER.exp_avg); "
+            "save the checkpoint together with its optimizer states"
+        )
     prefixes = sorted({prefix for prefix, _ in found})
     if len(prefixes) > 1:
         raise UserError(
-            f"{directory}: has the states of {len(prefixes)} optimizers ({', '.join(prefixes)}); save those of one only"
+            f"{directory}: contains the states of {len(prefixes)} optimizers (key prefixes {', '.join(prefixes)}), but "
+            "only one can be imported; save the states of one optimizer"
         )
     for (prefix, name), held in sorted(found.items()):
         if held != {EXP_AVG, EXP_AVG_SQ, "step"}:
             listed = ", ".join(sorted(held))
             raise UserError(
-                f"{directory}: {prefix}state.{name} has {listed}, but only states of Adam and AdamW can be imported, "
-                "which have exp_avg, exp_avg_sq and step"
+                f"{directory}: the optimizer state {prefix}state.{name} has {listed}, but only states of Adam and "
+                "AdamW can be imported, which consist of exp_avg, exp_avg_sq and step"
             )
     names = sorted(name for _, name in found)
     return Keys(_model_prefix(set(keys), names, prefixes[0], directory), prefixes[0], names)
@@ -165,8 +172,8 @@ def _model_prefix(keys: Collection[str], names: Sequence[str], optimizer_prefix:
     if len(fitting) != 1:
         found = "none" if not fitting else ", ".join(repr(end) for end in fitting)
         raise UserError(
-            f"{directory}: parameters are under {optimizer_prefix}state; weights of all of them should be under one "
-            f"prefix, found {found}"
+            f"{directory}: for the parameters in {optimizer_prefix}state, all weights must be saved once, under the "
+            f"same key prefix, but the prefixes found are: {found}; save the checkpoint with one copy of the weights"
         )
     return fitting[0]
 
@@ -192,14 +199,17 @@ class _Stored:
         entry = self._entries[key]
         what = f"{self._directory}: {key}"
         if not isinstance(entry, metadata.TensorStorageMetadata):
-            raise UserError(f"{what}: expected a tensor, found other data")
+            raise UserError(
+                f"{what}: expected a tensor, found other data; save the checkpoint again with a tensor here"
+            )
         with laid_out(self._directory / METADATA, PROGRAM):
             whole = torch.empty(self._checked_size(entry, what), dtype=torch.float32)
             for chunk in entry.chunks:
                 value = float32_values(self._load(key, tuple(chunk.offsets)), what)
                 if tuple(value.shape) != tuple(chunk.sizes):
                     raise UserError(
-                        f"{what}: found a chunk of {tuple(value.shape)}, but the metadata says {tuple(chunk.sizes)}"
+                        f"{what}: a stored piece of this tensor has shape {tuple(value.shape)}, but the metadata says "
+                        f"{tuple(chunk.sizes)}; copy the checkpoint again"
                     )
                 place = tuple(
                     slice(start, start + length) for start, length in zip(chunk.offsets, chunk.sizes, strict=True)
@@ -209,7 +219,7 @@ class _Stored:
 
     def number(self, key: str) -> int:
         if key not in self._entries:
-            raise UserError(f"{self._directory}: no {key}")
+            raise UserError(f"{self._directory}: the checkpoint has no value {key}; save all states of its optimizer")
         offset = () if self.shapes[key] is not None else None
         return whole_number(self._load(key, offset), f"{self._directory}: {key}")
 
@@ -234,28 +244,37 @@ class _Stored:
         )
         filled = [box for box in boxes if math.prod(box[1])]
         if not inside or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(size) or _overlap(filled):
-            raise UserError(f"{what}: its {len(boxes)} chunks do not make up a tensor of {size}")
+            raise UserError(
+                f"{what}: the {len(boxes)} stored pieces of this tensor do not exactly fill its shape {size}; copy the "
+                "checkpoint again"
+            )
         return size
 
     def _load(self, key: str, offset: tuple[int, ...] | None) -> Any:
         what = f"{self._directory}: {key}"
         place = self._places.get((key, offset))
         if place is None:
-            raise UserError(f"{what}: the metadata does not say where it is stored")
+            raise UserError(
+                f"{what}: the metadata does not say in which file this value is stored; copy the checkpoint again"
+            )
         with laid_out(self._directory / METADATA, PROGRAM):
             name, start, length = str(place.relative_path), int(place.offset), int(place.length)
             if getattr(place, "transform_descriptors", None):
                 raise UserError(
-                    f"{what}: stored in a transformed form ({place.transform_descriptors}), which cannot be read"
+                    f"{what}: was saved with transforms of its bytes ({place.transform_descriptors}), which cannot be "
+                    "undone here; save the checkpoint without transforms"
                 )
         if PurePosixPath(name).name != name:
-            raise UserError(f"{self._directory / METADATA}: names a file outside the checkpoint: {name}")
+            raise UserError(
+                f"{self._directory / METADATA}: names the file {name}, but may name only files that are directly in "
+                "the checkpoint's directory; copy the checkpoint again"
+            )
         path = self._directory / name
         with readable(path), path.open("rb") as file:
             file.seek(start)
             content = file.read(length)
         if len(content) != length:
-            raise UserError(f"{path}: ends before {key}; copy the checkpoint again")
+            raise UserError(f"{path}: the file ends before the end of {key}; copy the checkpoint again")
         return read_torch_stream(io.BytesIO(content), path)
 
 

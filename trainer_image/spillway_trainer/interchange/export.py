@@ -59,7 +59,10 @@ class WeightFile:
         for name, value in zip(self.shapes, self.values(), strict=True):
             cast = value.to(dtype)
             if dtype == torch.float16 and bool(torch.isinf(cast).any()) and bool(torch.isfinite(value).all()):
-                raise UserError(f"{name}: has values beyond 65504, the largest of float16; export it as bfloat16")
+                raise UserError(
+                    f"{name}: has values beyond 65504, the largest number in float16; export the weights with --dtype "
+                    "bfloat16"
+                )
             yield bytes_of(cast)
 
 
@@ -94,7 +97,8 @@ def export(
     state = checkpoint.manifest.state
     if not tokenizer.is_file() or describe_file(tokenizer).xxh3_128 != state.tokenizer_xxh3:
         raise UserError(
-            f"{tokenizer}: not the tokenizer that {checkpoint} was trained with; give the tokenizer.json of that corpus"
+            f"{tokenizer}: not the tokenizer that {checkpoint} was trained with, or missing; restore the "
+            "tokenizer.json of that run's corpus"
         )
     source = _source(state.model, base)
     exported = _merged(checkpoint, source, dtype) if merge else _exported(checkpoint, output, dtype)
@@ -119,8 +123,8 @@ def _source(model: Mapping[str, Any], base: Path | None) -> Path | None:
     if "source" not in model:
         if base is not None:
             raise UserError(
-                f"--base {base}: training did not start from a model directory, but from the job's seed or an entry "
-                "point; leave --base out"
+                f"--base {base}: training did not start from a model directory, but from random values (spec.training."
+                "seed) or an entry point (spec.model.entrypoint); leave --base out"
             )
         return None
     path = base or Path(model["source"])
@@ -147,11 +151,11 @@ def _exported(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) ->
         weights = _masters("model.safetensors", checkpoint, lambda name, value: {llama_name(name): value})
         return Exported((weights,), {"config.json": llama_config(state, dtype)})
     why = (
-        "some of its parameters are frozen, and frozen parameters are not in its checkpoints"
+        "some of its parameters are frozen, and checkpoints do not contain frozen parameters"
         if "config" in model
-        else "no other program can load it"
+        else "other programs cannot load a model of this class"
     )
-    raise UserError(f"{checkpoint}: {model.get('class')} cannot be exported: {why}")
+    raise UserError(f"{checkpoint}: a model of class {model.get('class')} cannot be exported: {why}")
 
 
 def _adapters(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) -> Exported:
@@ -177,7 +181,8 @@ def _merged(checkpoint: StoredCheckpoint, source: Path | None, dtype: ExportDtyp
         raise UserError(f"{checkpoint}: has no adapters to merge; leave --merge out")
     if "source" in model and source is None:
         raise UserError(
-            f"{model['source']}: the base model of the adapters is missing or was changed; name it with --base"
+            f"{model['source']}: the base model of the adapters is missing or was changed; name a directory with the "
+            "original model as --base"
         )
     directory = None if source is None else open_model_directory(source)
     empty = families.empty_model(families.config_from(model["config"]))
@@ -316,7 +321,7 @@ def adapter_name(name: str) -> str:
 def verified(path: Path) -> StoredCheckpoint:
     if problems := verify_checkpoint(path):
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise CheckpointCorrupt(f"{path}: not exported, because it is damaged\n{lines}")
+        raise CheckpointCorrupt(f"{path}: not exported, because the checkpoint is damaged; export another one\n{lines}")
     return open_checkpoint(path)
 
 

@@ -100,8 +100,8 @@ def _parameters(checkpoint: StoredCheckpoint) -> list[str]:
     for name, found in kinds.items():
         if found != set(KINDS):
             raise UserError(
-                f"{checkpoint}: {name} has the states {', '.join(sorted(found))}; the format can hold only those of "
-                f"AdamW and Adam ({', '.join(KINDS)}); --as huggingface exports the weights"
+                f"{checkpoint}: parameter {name} has the states {', '.join(sorted(found))}; this export format can "
+                f"hold only those of AdamW and Adam ({', '.join(KINDS)}); export only the weights with --as huggingface"
             )
     return list(kinds)
 
@@ -115,9 +115,9 @@ def _check_powers(checkpoint: StoredCheckpoint, num_updates: int, betas: tuple[f
     differing = [name for name, value in expected.items() if scalars.get(name) != value]
     if differing:
         raise UserError(
-            f"{checkpoint}: {differing[0]} is {scalars.get(differing[0])}, but {num_updates} updates with betas "
-            f"{betas} make it {expected[differing[0]]}: the betas were changed during the run, which the format cannot "
-            f"express"
+            f"{checkpoint}: {differing[0]} is {scalars.get(differing[0])}, but would be {expected[differing[0]]} after "
+            f"{num_updates} updates with betas {betas}: the betas were changed during the run, which this format "
+            f"cannot express; export only the weights with --as huggingface"
         )
 
 

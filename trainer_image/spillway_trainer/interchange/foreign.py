@@ -83,9 +83,9 @@ def read_torch_stream(stream: IO[bytes], path: Path) -> Any:
 def _check_archive(file: Path | IO[bytes]) -> None:
     with zipfile.ZipFile(file) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise zipfile.BadZipFile("compressed, which torch.save never does")
+            raise zipfile.BadZipFile("its entries are compressed, which torch.save never does")
         if (damaged := archive.testzip()) is not None:
-            raise zipfile.BadZipFile(f"{damaged} was changed after it was written")
+            raise zipfile.BadZipFile(f"its entry {damaged} was changed after it was written")
 
 
 @contextmanager
@@ -96,15 +96,17 @@ def readable(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except FileNotFoundError as error:
-        raise UserError(f"{path}: missing, so the checkpoint is incomplete; copy all of it again") from error
+        raise UserError(f"{path}: missing, so the checkpoint is incomplete; copy the whole checkpoint again") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except zipfile.BadZipFile as error:
-        raise UserError(f"{path}: not a complete file of torch.save: {error}; copy the checkpoint again") from error
+        raise UserError(
+            f"{path}: not a complete file written by torch.save: {error}; copy the checkpoint again"
+        ) from error
     except UnpicklingError as error:
         raise UserError(
-            f"{path}: rejected, because it holds objects other than data, and reading them would run code: "
-            f"{_first_lines(str(error))}"
+            f"{path}: rejected, because it holds Python objects other than tensors and plain values, and loading them "
+            f"would run their code; save the checkpoint without them: {_first_lines(str(error))}"
         ) from error
     except Exception as error:  # a hostile file may raise anything
         raise UserError(f"{path}: cannot be read: {type(error).__name__}: {_first_lines(str(error))}") from error
@@ -121,16 +123,20 @@ def laid_out(path: Path, program: str) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {_first_lines(str(error))}"
-        raise UserError(f"{path}: not in the layout of {program} ({what})") from error
+        raise UserError(
+            f"{path}: not structured as {program} writes it ({what}); copy or save the checkpoint again"
+        ) from error
 
 
 def float32_values(value: object, what: str) -> Tensor:
     """Raises UserError unless `value` is a dense float32 tensor: states are copied bit by bit, never converted."""
     if not isinstance(value, Tensor):
-        raise UserError(f"{what}: expected a tensor, found {type(value).__name__}")
+        raise UserError(
+            f"{what}: expected a tensor, found {type(value).__name__}; save the checkpoint again with a tensor here"
+        )
     if value.dtype != torch.float32 or value.layout != torch.strided:
         found = str(value.dtype).removeprefix("torch.")
-        raise UserError(f"{what}: its type is {found}, but only float32 states can be imported")
+        raise UserError(f"{what}: its type is {found}, but only dense float32 tensors can be imported; save it as one")
     return value.detach()
 
 
@@ -138,20 +144,22 @@ def whole_number(value: object, what: str) -> int:
     """A step, which programs keep as an integer, a float or a tensor of one element. Raises UserError."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number) or number < 0:
-        raise UserError(f"{what}: expected a number of steps, found {_first_lines(repr(value))}")
+        raise UserError(
+            f"{what}: expected a whole number of steps, found {_first_lines(repr(value))}; copy the checkpoint again"
+        )
     return int(number)
 
 
 def the_one(values: Mapping[str, Any], what: str) -> Any:
     """The value that all have. Raises UserError naming two that differ, or when there is none."""
     if not values:
-        raise UserError(f"{what}: none there")
+        raise UserError(f"{what}: no value found; copy the checkpoint again")
     first, *others = values.items()
     for where, value in others:
         if value != first[1]:
             raise UserError(
-                f"{what}: {first[1]} of {first[0]}, but {value} of {where}; only a checkpoint with one value for the "
-                "whole model can be imported"
+                f"{what}: found {first[1]} for {first[0]}, but {value} for {where}; only a checkpoint with the same "
+                "value for the whole model can be imported"
             )
     return first[1]
 

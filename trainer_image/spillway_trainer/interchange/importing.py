@@ -59,8 +59,8 @@ def open_foreign(path: Path) -> Foreign:
     if any(directory.glob(OPTIMIZER_FILES)):
         return read_zero(directory)
     raise UserError(
-        f"{directory}: no checkpoint with optimizer states in a known format: neither {METADATA} "
-        f"({PROGRAM}) nor {STATES}/ (DeepSpeed universal) nor {OPTIMIZER_FILES} (DeepSpeed ZeRO)"
+        f"{directory}: no checkpoint with optimizer states in a known format; name a directory that contains "
+        f"{METADATA} ({PROGRAM}), {STATES}/ (DeepSpeed universal) or {OPTIMIZER_FILES} (DeepSpeed ZeRO)"
     )
 
 
@@ -69,7 +69,10 @@ def _tag(path: Path) -> Path:
         if latest.is_file():
             tag = latest.read_text(encoding="utf-8", errors="replace").strip()
             if Path(tag).name != tag or not (path / tag).is_dir():
-                raise UserError(f"{latest}: names {tag!r}, which does not exist next to it")
+                raise UserError(
+                    f"{latest}: names the directory {tag!r}, but no directory of this name is next to this file; copy "
+                    "the whole checkpoint again"
+                )
             return path / tag
     return path
 
@@ -107,22 +110,22 @@ def _check_rule(job: JobFile) -> None:
     rule = job.spec.training.optimizer.rule
     if rule.state_kinds != KINDS:
         raise UserError(
-            f"spec.training.optimizer.name = {rule}: its states are {', '.join(rule.state_kinds)}, but only "
-            f"{', '.join(KINDS)} can be imported; use AdamW or Adam"
+            f"spec.training.optimizer.name = {rule}: this optimizer keeps the states {', '.join(rule.state_kinds)}, "
+            f"but only {', '.join(KINDS)} can be imported; use AdamW or Adam"
         )
 
 
 def _check_steps(job: JobFile, foreign: Foreign) -> None:
     if foreign.num_steps < foreign.num_updates:
         raise UserError(
-            f"{foreign.path}: the run has {foreign.num_steps} steps, but its optimizer has {foreign.num_updates} "
-            f"updates; these files belong to two checkpoints"
+            f"{foreign.path}: the checkpoint counts {foreign.num_steps} training steps, but more optimizer updates "
+            f"({foreign.num_updates}), so its files belong to two checkpoints; copy one of them as a whole"
         )
     steps = job.spec.training.num_steps
     if foreign.num_steps >= steps:
         raise UserError(
-            f"{foreign.path}: {foreign.num_steps} steps are already trained there, but the job has only {steps} "
-            "steps; raise spec.training.steps or epochs"
+            f"{foreign.path}: the checkpoint has already trained {foreign.num_steps} steps, but the job has only "
+            f"{steps} in total; raise spec.training.steps or spec.training.epochs"
         )
 
 
@@ -130,8 +133,8 @@ def _check_betas(foreign: Foreign, betas: tuple[float, float]) -> None:
     """Moments are corrected by powers of the betas that made them."""
     if foreign.betas is not None and foreign.betas != betas:
         raise UserError(
-            f"{foreign.path}: its moments were computed with betas {foreign.betas}, but spec.training.optimizer.betas "
-            f"are {betas}; set them to the same values"
+            f"{foreign.path}: the checkpoint's moments were computed with betas {foreign.betas}, but spec.training."
+            f"optimizer.betas are {betas}; set this field to the betas of the checkpoint"
         )
 
 
@@ -167,6 +170,7 @@ def _values(
             flat = value.dim() == 1 and foreign.shapes[names[name]] is None
             if tuple(value.shape) != shape and not (flat and value.numel() == math.prod(shape)):
                 raise UserError(
-                    f"{foreign.path}: {kind} of {names[name]} is {tuple(value.shape)} there, {shape} in the job"
+                    f"{foreign.path}: {kind} of parameter {names[name]} has shape {tuple(value.shape)} in the "
+                    f"checkpoint, but {shape} in the job; correct spec.model, or name another checkpoint"
                 )
             yield f"{kind}.{name}", value.reshape(shape)

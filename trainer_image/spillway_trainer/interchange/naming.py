@@ -44,20 +44,20 @@ def matched(foreign: Foreign, shapes: Mapping[str, tuple[int, ...]], naming: Nam
     missing = [name for name in shapes if name not in found]
     strangers = sorted(set(foreign.shapes) - {other for name in found for other in _names(foreign, name, naming)})
     differing = [
-        f"{found[name]}: {foreign.shapes[found[name]]} there, {shape} in the job"
+        f"{found[name]}: {foreign.shapes[found[name]]} in the checkpoint, {shape} in the job"
         for name, shape in shapes.items()
         if name in found and foreign.shapes[found[name]] not in (None, shape)
     ]
     lines = [
         *differing,
-        *(f"{naming(name)[0]}: absent there, {shapes[name]} in the job" for name in missing),
-        *(f"{name}: trained there, not in the job" for name in strangers),
+        *(f"{naming(name)[0]}: missing from the checkpoint, {shapes[name]} in the job" for name in missing),
+        *(f"{name}: trained in the checkpoint, not in the job" for name in strangers),
     ]
     if lines:
         shown = "\n".join(f"  {line}" for line in lines[:MOST_NAMED])
         raise UserError(
-            f"{foreign.path}: belongs to another model; {len(lines)} parameters differ, the first:\n{shown}\n"
-            "correct spec.model, or name a checkpoint of this model"
+            f"{foreign.path}: belongs to another model than spec.model; {len(lines)} parameters differ, the "
+            f"first:\n{shown}\ncorrect spec.model, or name a checkpoint of the model in spec.model"
         )
     return found
 

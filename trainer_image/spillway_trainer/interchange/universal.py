@@ -70,8 +70,8 @@ def read_universal(directory: Path) -> Foreign:
             if isinstance(value, Mapping):
                 if value.get("vocab_tensor"):
                     raise UserError(
-                        f"{path}: saved without the padding of its vocabulary, so its original shape is not known; "
-                        "such a checkpoint cannot be imported"
+                        f"{path}: saved without the padding rows of the vocabulary, so the shape of this tensor in "
+                        "training is unknown and the checkpoint cannot be imported; use another one"
                     )
                 value = value["param"]
             return float32_values(value, f"{path}: {kind}")
@@ -94,7 +94,7 @@ def _step(folder: Path) -> int:
 def _num_steps(directory: Path) -> int:
     files = [directory / name for name in _MODEL_FILES if (directory / name).exists()]
     if not files:
-        raise UserError(f"{directory}: neither {' nor '.join(_MODEL_FILES)}; the checkpoint is incomplete")
+        raise UserError(f"{directory}: contains neither {' nor '.join(_MODEL_FILES)}; copy the whole checkpoint again")
     model = read_torch_file(files[0])
     with laid_out(files[0], "DeepSpeed"):
         return whole_number(model["global_steps"], f"{files[0]}: global_steps")

@@ -66,7 +66,9 @@ def read_zero(directory: Path) -> Foreign:
     """The checkpoint of one tag. Raises UserError."""
     for pattern, what in _UNSUPPORTED.items():
         if any(directory.glob(pattern)):
-            raise UserError(f"{directory}: written with {what}; convert it with DeepSpeed's ds_to_universal first")
+            raise UserError(
+                f"{directory}: written with {what}; convert the checkpoint with DeepSpeed's ds_to_universal first"
+            )
     files = _optimizer_files(directory)
     ranks = [read_torch_file(file) for file in files]
     with laid_out(files[0], PROGRAM):
@@ -79,7 +81,7 @@ def read_zero(directory: Path) -> Foreign:
         num_steps, order = whole_number(model["global_steps"], f"{model_file}: global_steps"), model["param_shapes"]
         shapes = [{str(name): tuple(shape) for name, shape in group.items()} for group in order]
         if any(len(of_rank) != len(shapes) for of_rank in groups):
-            raise ValueError(f"{len(shapes)} groups of shapes, {len(groups[0])} of states")
+            raise ValueError(f"shapes of {len(shapes)} parameter groups, optimizer states of {len(groups[0])}")
     updates = {
         f"group {i} in {file.name}": group.num_updates
         for file, of_rank in zip(files, groups, strict=True)
@@ -107,15 +109,21 @@ def _optimizer_files(directory: Path) -> list[Path]:
             continue
         rank, model_rank = int(match[1]), int(match[2])
         if model_rank:
-            raise UserError(f"{path}: of a model-parallel run; convert it with DeepSpeed's ds_to_universal first")
+            raise UserError(
+                f"{path}: written by a model-parallel run; convert the checkpoint with DeepSpeed's ds_to_universal "
+                "first"
+            )
         if rank in found:
             raise UserError(
-                f"{path}: {found[rank].name} is also of rank {rank}; remove the file that is not of this checkpoint"
+                f"{path}: {found[rank].name} also holds the states of rank {rank}; remove whichever of the two "
+                "files belongs to another checkpoint"
             )
         found[rank] = path
     missing = sorted(set(range(max(found, default=0) + 1)) - set(found))
     if missing:
-        raise UserError(f"{directory}: no optimizer states of rank {missing[0]}; copy the files of all ranks")
+        raise UserError(
+            f"{directory}: no file with the optimizer states of rank {missing[0]}; copy the files of all ranks"
+        )
     return [found[rank] for rank in sorted(found)]
 
 
@@ -128,11 +136,14 @@ def _check_partition_count(rank: Mapping[str, Any], path: Path, num_files: int) 
         count = rank["optimizer_state_dict"]["partition_count"]
         counts = set(count) if isinstance(count, list | tuple) else {count}
         if rank["optimizer_state_dict"].get("ds_zero_partition_groups"):
-            raise UserError(f"{path}: written with expert parallelism; convert it with ds_to_universal first")
+            raise UserError(
+                f"{path}: written with expert parallelism; convert the checkpoint with DeepSpeed's ds_to_universal "
+                "first"
+            )
     if counts != {num_files}:
         wanted = ", ".join(str(one) for one in sorted(counts))
         raise UserError(
-            f"{path.parent}: has the optimizer states of {num_files} ranks, but the run had {wanted}; copy "
+            f"{path.parent}: has the optimizer states of {num_files} ranks, but the run had {wanted} ranks; copy "
             f"the files of all ranks"
         )
 
@@ -154,14 +165,15 @@ def _groups_of(rank: Mapping[str, Any], stage: int, path: Path) -> list[RankGrou
         found = int(rank["optimizer_state_dict"]["zero_stage"])
         if found != stage:
             raise UserError(
-                f"{path}: was written with ZeRO stage {found}, but files of other ranks with stage {stage}, so the "
-                "directory mixes two checkpoints; keep the files of one"
+                f"{path}: was written with ZeRO stage {found}, but the files of other ranks with stage {stage}, so the "
+                "directory mixes two checkpoints; remove the files of one checkpoint"
             )
         key = "fp32_flat_groups" if stage == _WEIGHTS_STAGE else "single_partition_of_fp32_groups"
         masters, inner = rank["optimizer_state_dict"][key], _optimizer_state(rank, stage, path)
         if not inner["state"]:
             raise UserError(
-                f"{path}: no moments in it: they were on NVMe, or no step was trained; save it without NVMe offload"
+                f"{path}: contains no optimizer moments, because DeepSpeed kept them on NVMe or trained no step; save "
+                "the checkpoint after a step, without NVMe offload"
             )
         return [_rank_group(i, master, inner, stage, path) for i, master in enumerate(masters)]
 
@@ -175,7 +187,8 @@ def _rank_group(index: int, master: object, inner: Mapping[str, Any], stage: int
     kinds = {name for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
     if kinds != {EXP_AVG, EXP_AVG_SQ}:
         raise UserError(
-            f"{where} holds {', '.join(sorted(kinds)) or 'no states'}: not what AdamW keeps (exp_avg, exp_avg_sq)"
+            f"{where} holds {', '.join(sorted(kinds)) or 'no states'}, but only the states of Adam and AdamW (exp_avg, "
+            "exp_avg_sq) can be imported"
         )
     step = state["step"] if "step" in state else groups[index]["step"]
     values = {MASTER: master, EXP_AVG: state[EXP_AVG], EXP_AVG_SQ: state[EXP_AVG_SQ]}
@@ -183,7 +196,9 @@ def _rank_group(index: int, master: object, inner: Mapping[str, Any], stage: int
     length = states[MASTER].numel()
     for kind, value in states.items():
         if value.numel() < length:
-            raise UserError(f"{where}: {value.numel()} values of {kind} for {length} masters")
+            raise UserError(
+                f"{where}: has {value.numel()} values of {kind} for {length} master weights; copy the checkpoint again"
+            )
     cut = {kind: value[:length] for kind, value in states.items()}
     return RankGroup(cut, whole_number(step, f"{where}: step"))
 
@@ -202,7 +217,10 @@ def _places(
         start = 0
         for position, (name, shape) in enumerate(group.items()):
             if name in places:
-                raise UserError(f"{directory}: parameter {name} comes twice")
+                raise UserError(
+                    f"{directory}: parameter {name} is listed in two parameter groups; save the checkpoint with each "
+                    "parameter in one group"
+                )
             places[name] = GroupPlace(index, start, shape)
             start += _extent(math.prod(shape), stage, len(groups))
             if paddings is not None and stage != _WEIGHTS_STAGE:
@@ -213,8 +231,8 @@ def _places(
         # Stages 1 and 2 once padded to a multiple of twice the ranks, and saved the padding.
         if start > available or available - start >= 2 * len(groups):
             raise UserError(
-                f"{directory}: flat group {index} has {available} values, but its parameters have {start}; copy it "
-                "again"
+                f"{directory}: the saved parameter group {index} has {available} values, but the shapes of its "
+                f"parameters add up to {start}; copy the checkpoint again"
             )
     return places
 

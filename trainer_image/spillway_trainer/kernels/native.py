@@ -177,7 +177,7 @@ def attach_tensor_pool() -> bool:
     """
     wanted = os.environ.get(TENSOR_POOL, "")
     if wanted not in ("", "on", "off"):
-        raise UserError(f"{TENSOR_POOL}={wanted}: give on or off, or unset it")
+        raise UserError(f"{TENSOR_POOL}={wanted}: set this environment variable to on or off, or unset it")
     library = load_library()
     if library is None or wanted == "off":
         return False
@@ -237,7 +237,8 @@ def load_library() -> CDLL | None:
     found = library.spillway_abi_version()
     if found != ABI_VERSION:
         raise UserError(
-            f"{path}: the native library has ABI version {found}, this package needs {ABI_VERSION}: reinstall spillway"
+            f"{path}: the native library has ABI version {found}, but this package needs {ABI_VERSION}; reinstall "
+            "spillway"
         )
     return library
 
@@ -254,7 +255,10 @@ def isa() -> str:
     found = ("reference", *instruction_sets())
     forced = os.environ.get(FORCE_ISA, "")
     if forced and forced not in found:
-        raise UserError(f"{FORCE_ISA}={forced}: not available here; choose one of {', '.join(found)}, or unset it")
+        raise UserError(
+            f"{FORCE_ISA}={forced}: this instruction set is not available on this machine; set the environment "
+            f"variable to one of {', '.join(found)}, or unset it"
+        )
     return forced or found[-1]
 
 
@@ -399,7 +403,7 @@ class Cipher:
 
     def __init__(self, key: bytes | None = None) -> None:
         if key is not None and len(key) != KEY_BYTES:
-            raise ValueError(f"a key of {len(key)} bytes: AES-256-XTS takes {KEY_BYTES}")
+            raise ValueError(f"a key of {len(key)} bytes was given, but AES-256-XTS takes {KEY_BYTES} bytes")
         self._handle = c_void_p()
         _raise_for("spillway_cipher_open", _library().spillway_cipher_open(key, self._handle))
 
@@ -419,7 +423,10 @@ class Cipher:
         _check("dst", dst, src.numel(), torch.uint8)
         _check("src", src, src.numel(), torch.uint8)
         if src.numel() % unit_bytes or unit_bytes % BLOCK_BYTES:
-            raise ValueError(f"{src.numel()} bytes in units of {unit_bytes}: give whole units of whole blocks")
+            raise ValueError(
+                f"src has {src.numel()} bytes and unit_bytes is {unit_bytes}; pass whole units, and as unit_bytes a "
+                "multiple of 16, the bytes of an AES block"
+            )
         is_scalar = (instruction_set or isa()) == "scalar"
         error = _library().spillway_cipher_apply(
             self._handle,
@@ -474,8 +481,8 @@ def _check(name: str, tensor: Tensor, num_elements: int, *dtypes: torch.dtype) -
     if tensor.dtype not in dtypes or tensor.numel() != num_elements or not tensor.is_contiguous() or not tensor.is_cpu:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(
-            f"{name} is {tensor.dtype}, {tuple(tensor.shape)}, stride {tensor.stride()}, on {tensor.device}: "
-            f"give a contiguous {wanted} tensor of {num_elements} elements on the CPU"
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()} on {tensor.device}; "
+            f"pass a contiguous {wanted} tensor of {num_elements} elements on the CPU"
         )
 
 

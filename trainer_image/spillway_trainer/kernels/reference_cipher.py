@@ -43,7 +43,7 @@ class ReferenceCipher:
     def __init__(self, key: bytes | None = None) -> None:
         key = os.urandom(KEY_BYTES) if key is None else key
         if len(key) != KEY_BYTES:
-            raise ValueError(f"a key of {len(key)} bytes: AES-256-XTS takes {KEY_BYTES}")
+            raise ValueError(f"a key of {len(key)} bytes was given, but AES-256-XTS takes {KEY_BYTES} bytes")
         self._box = [substituted(value) for value in range(256)]
         self._data_keys, self._tweak_keys = (self._expanded(half) for half in (key[:32], key[32:]))
 
@@ -62,7 +62,10 @@ class ReferenceCipher:
         or without overlap. The number of the i-th unit, its tweak, is sequence * 2**64 + first_unit + i."""
         num_units = src.numel() // unit_bytes
         if src.numel() != num_units * unit_bytes or unit_bytes % BLOCK_BYTES:
-            raise ValueError(f"{src.numel()} bytes in units of {unit_bytes}: give whole units of whole blocks")
+            raise ValueError(
+                f"src has {src.numel()} bytes and unit_bytes is {unit_bytes}; pass whole units, and as unit_bytes a "
+                "multiple of 16, the bytes of an AES block"
+            )
         numbers = b"".join(
             (first_unit + i).to_bytes(8, "little") + sequence.to_bytes(8, "little") for i in range(num_units)
         )

@@ -348,6 +348,6 @@ def _check(name: str, tensor: Tensor, num_elements: int, device: torch.device, *
     if tensor.dtype not in dtypes or tensor.numel() != num_elements or not same_place:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(
-            f"{name} is {tensor.dtype}, {tuple(tensor.shape)}, stride {tensor.stride()}, on {tensor.device}: "
-            f"give a contiguous {wanted} tensor of {num_elements} elements on {device}"
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()} on {tensor.device}; "
+            f"pass a contiguous {wanted} tensor of {num_elements} elements on {device}"
         )

@@ -147,6 +147,8 @@ def serve(port: int, metrics: RankMetrics) -> Server:
     try:
         server = Server(port, metrics)
     except (OSError, OverflowError) as error:
-        raise UserError(f"metrics port {port}: {error}; give another one (spillway run --metrics-port)") from error
+        raise UserError(
+            f"metrics port {port}: cannot be opened: {error}; choose another port (spillway run --metrics-port)"
+        ) from error
     threading.Thread(target=server.serve_forever, daemon=True, name="metrics").start()
     return server

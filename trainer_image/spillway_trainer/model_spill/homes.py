@@ -62,7 +62,9 @@ class NvmeChunk:
     def request(self, staged: Tensor) -> tuple[Stored, Tensor, str]:
         """The read that fills `staged`."""
         if self._stored is None:
-            raise RuntimeError(f"{self.region.label} is read and was never written: load the model first")
+            raise RuntimeError(
+                f"{self.region.label}: read from the spill file before it was written; load the model first"
+            )
         return self._stored, staged, self.region.label
 
 
@@ -188,7 +190,8 @@ class Homes:
     def _settle_on_nvme(self, layout: SegmentLayout) -> None:
         if self._nvme is None:
             raise ValueError(
-                "the plan has parameters on NVMe, but no bytes for a spill file; plan the job again (spillway plan)"
+                "the plan keeps parameters on NVMe, but has no bytes for a spill file; plan the job again (spillway "
+                "plan)"
             )
         pieces = [(row.name, nbytes, label) for row in layout.own for _, nbytes, label in self._cut(row)]
         total = sum(round_up(nbytes) for _, nbytes, _ in pieces)

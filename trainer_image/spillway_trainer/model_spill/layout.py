@@ -81,31 +81,31 @@ def check_homes(model: Chain, homes: Sequence[Tier]) -> Mapping[str, Tier]:
     segments = [name for name, _ in model.segments]
     if len(homes) != len(segments):
         raise UserError(
-            f"the plan places {len(homes)} segments, but the model has {len(segments)} ({', '.join(segments)}); "
-            "plan the job again (spillway plan)"
+            f"the plan is for a model with {len(homes)} segments (embedding, blocks, head), but this model has "
+            f"{len(segments)} ({', '.join(segments)}); plan the job again (spillway plan)"
         )
     home_of = dict(zip(segments, homes, strict=True))
     names_of = model.parameters_of()
     uses = Counter(name for names in names_of.values() for name in names)
     if shared := [name for name, count in uses.items() if count > 1]:
         raise UserError(
-            f"parameter {shared[0]} belongs to several segments; give each segment a parameter of its own, and name "
-            "these parameters in the chain's `tied`"
+            f"parameter {shared[0]} belongs to several segments (embedding, blocks, head) of the model; give each "
+            "segment its own parameter, and list these parameters in the property `tied` of the Chain"
         )
     segment_of = {name: segment for segment, names in names_of.items() for name in names}
     for name, segment in segment_of.items():
         parameter = model.get_parameter(name)
         if home_of[segment] is not Tier.DEVICE and not parameter.is_contiguous():
             raise UserError(
-                f"parameter {name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} are not contiguous, "
-                "but a streamed parameter must be; replace it by parameter.contiguous()"
+                f"parameter {name}: is not contiguous (shape {tuple(parameter.shape)}, strides {parameter.stride()}), "
+                "but its layer is streamed, which needs contiguous parameters; create it from tensor.contiguous()"
             )
     for alias, owner in model.tied.items():
         of_alias, of_owner = home_of[segment_of[alias]], home_of[segment_of[owner]]
         if of_alias is not of_owner:
             raise UserError(
-                f"the plan keeps segment {segment_of[alias]} in {of_alias} memory and segment {segment_of[owner]} in "
-                f"{of_owner} memory, but {alias} is tied to {owner}, so both segments must be in the same place; plan "
-                "the job again (spillway plan)"
+                f"the plan keeps segment {segment_of[alias]} of the model in {of_alias} memory and segment "
+                f"{segment_of[owner]} in {of_owner} memory, but parameter {alias} is tied to {owner}, so both segments "
+                "must be in the same memory; plan the job again (spillway plan)"
             )
     return home_of

@@ -102,7 +102,11 @@ class Slots:
         if slot is None:
             slot = self._victim(self._recent)
             if slot is None:
-                raise RuntimeError(f"segment {segment} is needed while every slot is pinned: plan more slots")
+                raise RuntimeError(
+                    f"segment {segment} of the model must be loaded, but every slot (device buffer for a streamed "
+                    "layer) is pinned by a layer that is running; keep the layers on the device "
+                    "(spec.memory.advanced.parameters.placement: Resident)"
+                )
             self._fill(slot, segment)
         self._recent.remove(slot)
         self._recent.append(slot)
@@ -174,10 +178,10 @@ class Slots:
         if slot.num_views:
             raise RuntimeError(
                 f"segment {segment}: {slot.num_views} view(s) of its parameters still exist after its forward or "
-                "backward, but its device memory is needed for another segment. Code of the segment keeps a "
-                "parameter, or a view of one, outside of torch's saved tensors: in its own saved-tensor hooks "
-                "(save_on_cpu), in an attribute of an autograd.Function's ctx, or in a cache. Let that code keep a "
-                "copy (clone), or keep the segment on the device (spec.memory.advanced.parameters.placement: "
+                "backward, but another part of the model must be loaded into their device memory. The model's code "
+                "keeps a parameter, or a view of one, outside of torch's saved tensors: in its own saved-tensor hooks "
+                "(save_on_cpu), in an attribute of an autograd.Function's ctx, or in a cache. Change this code to keep "
+                "a copy (clone), or keep all layers on the device (spec.memory.advanced.parameters.placement: "
                 "Resident)."
             )
 

@@ -49,8 +49,8 @@ class StreamedParameters:
             return self._resident.find(tensor)
         if slot.segment is None:
             raise RuntimeError(
-                "a view of a parameter is saved for backward, but its segment is no longer on the device; create "
-                "views in each forward instead of keeping them"
+                "the model's forward saves an old view of a parameter for backward, but the parameter's layer is no "
+                "longer on the device; create the view again in each forward instead of keeping it"
             )
         first_byte = int(tensor.storage_offset()) * tensor.element_size()
         row = self._layouts[slot.segment].rows[bisect_right(self._offsets[slot.segment], first_byte) - 1]
@@ -114,14 +114,14 @@ def _check_view(tensor: Tensor, row: SlotRow, first_byte: int) -> None:
     base = tensor._base
     if isinstance(base, nn.Parameter) and base is not row.parameter:
         raise RuntimeError(
-            f"a view of a parameter is saved for backward, but its memory now holds parameter {row.name} of another "
-            f"segment; create views in each forward instead of keeping them"
+            f"the model's forward saves an old view of a parameter for backward, but the view's memory now holds "
+            f"another parameter, {row.name}; create the view again in each forward instead of keeping it"
         )
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = first_byte + (reach + 1) * tensor.element_size() if tensor.numel() else first_byte
     if tensor.dtype != row.dtype or end > row.offset + row.nbytes:
         raise RuntimeError(
-            f"a tensor of type {tensor.dtype} and shape {tuple(tensor.shape)} is saved that shares memory with "
-            f"parameter {row.name} ({row.dtype}) but is not a plain view of it. A streamed segment does not "
-            "support that: keep the segment on the device (spec.memory.advanced.parameters.placement: Resident)."
+            f"a tensor of type {tensor.dtype} and shape {tuple(tensor.shape)} that is saved for backward shares memory "
+            f"with parameter {row.name} ({row.dtype}), but is not a plain view of it. Streaming of layers does not "
+            "support this; keep the layers on the device (spec.memory.advanced.parameters.placement: Resident)."
         )

@@ -39,7 +39,9 @@ def build_model(spec: TrainingJobSpec, claims: Mapping[str, str] = NO_CLAIMS) ->
     chain = _chain(spec, claims)
     _check_length(chain, spec.training.sequence_length)
     if empty := [name for name, parameter in chain.named_parameters() if not parameter.numel()]:
-        raise UserError(f"spec.model: parameter {empty[0]} has no elements, so it cannot be trained; remove it")
+        raise UserError(
+            f"spec.model: parameter {empty[0]} has no elements, so it cannot be trained; remove the parameter"
+        )
     return chain
 
 
@@ -89,8 +91,8 @@ def _from_source(model: Model, source: Location, compute: torch.dtype, claims: M
         raise
     except Exception as error:
         raise UserError(
-            f"{directory.path / 'config.json'}: not a {type(sizes).__name__} that a model can be built from: "
-            f"{type(error).__name__}: {error}"
+            f"{directory.path / 'config.json'}: no model can be built from this {type(sizes).__name__}: "
+            f"{type(error).__name__}: {error}; correct config.json"
         ) from error
 
 
@@ -147,23 +149,29 @@ def _checked(chain: Chain, where: str) -> Chain:
     unset = [name for name, buffer in chain.named_buffers() if buffer.is_meta]
     segments = [name for name, _ in chain.segments]
     if repeated := [name for name, count in Counter(segments).items() if count > 1]:
-        raise UserError(f"{where}: {repeated[0]} is the name of several segments; give each one its own")
+        raise UserError(f"{where}: {repeated[0]} is the name of several segments of the Chain; give each its own name")
     if real:
         raise UserError(
-            f"{where}: parameter {real[0]} already has memory; do not give parameters a device of their own"
+            f"{where}: parameter {real[0]} already has memory; create parameters without the argument device, because "
+            "Spillway allocates them"
         )
     if unset:
-        raise UserError(f"{where}: buffer {unset[0]} has no values; create buffers with device='cpu'")
+        raise UserError(
+            f"{where}: buffer {unset[0]} has no values, because it is on device meta; create buffers with device='cpu'"
+        )
     uses = Counter(id(p) for _, module in chain.segments for p in module.parameters())
     for name, parameter in chain.named_parameters():
         if (count := uses.pop(id(parameter), 0)) != 1:
             raise UserError(
                 f"{where}: every parameter must belong to exactly one segment of the Chain, but {name} belongs to "
-                f"{count}; if several segments share it, give each segment a parameter of its own, and list these in "
-                "the property `tied` of the Chain"
+                f"{count}; if several segments share it, give each segment its own parameter, and list these "
+                "parameters in the property `tied` of the Chain"
             )
     if uses:
-        raise UserError(f"{where}: every parameter of a segment must belong to the Chain too; make segments submodules")
+        raise UserError(
+            f"{where}: a segment has a parameter that is not a parameter of the Chain; register every segment as a "
+            "submodule of the Chain"
+        )
     _check_tied(chain, where)
     return chain
 
@@ -171,18 +179,19 @@ def _checked(chain: Chain, where: str) -> Chain:
 def _check_tied(chain: Chain, where: str) -> None:
     parameters, tied = dict(chain.named_parameters()), dict(chain.tied)
     for alias, owner in tied.items():
-        said = f"{where}: `tied` says that {alias} is {owner}"
+        said = f"{where}: the property `tied` says that parameter {alias} is {owner}"
         if unknown := [name for name in (alias, owner) if name not in parameters]:
-            raise UserError(f"{said}; there is no parameter {unknown[0]}")
+            raise UserError(f"{said}, but the Chain has no parameter {unknown[0]}")
         if owner in tied:
-            raise UserError(f"{said}, but {owner} is itself tied; tie {alias} to a parameter that is not")
+            raise UserError(f"{said}, but {owner} is itself tied; tie {alias} to a parameter that is not tied")
         one, other = (
             f"{list(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
             for p in (parameters[alias], parameters[owner])
         )
         if one != other:
             raise UserError(
-                f"{said}, but they are {one} and {other}; give both the same shape and type, and train both"
+                f"{said}, but they are {one} and {other}; give both parameters the same shape and type, and train both "
+                "or neither"
             )
 
 
@@ -190,7 +199,7 @@ def _check_length(chain: Chain, sequence_length: int) -> None:
     if chain.max_positions is not None and sequence_length > chain.max_positions:
         raise UserError(
             f"spec.training.sequenceLength = {sequence_length}: the model has {chain.max_positions} "
-            "learned positions; use no more"
+            "learned positions, one per token of a sequence; use a sequenceLength of at most this number"
         )
 
 

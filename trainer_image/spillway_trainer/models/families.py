@@ -66,7 +66,8 @@ def class_of(model_type: object, where: str) -> type[PreTrainedModel]:
     if str(model_type) not in names:
         raise UserError(
             f"{where}: model_type {model_type!r} is not a text model of transformers {transformers.__version__} with a "
-            f"head that predicts tokens; use one, or declare a Chain in an entry point (docs/models.md, Entry points)"
+            f"head that predicts tokens; use another model, or declare a Chain in an entry point (docs/models.md, "
+            f"Entry points)"
         )
     found: type[PreTrainedModel] = getattr(transformers, names[str(model_type)])
     return found
@@ -80,7 +81,10 @@ def config_of(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
 
 def _llama_config(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
     if sizes.dropout:
-        raise UserError("spec.model.config.dropout: llama of transformers, used for lora, has no dropout; set it to 0")
+        raise UserError(
+            "spec.model.config.dropout: with spec.model.lora, llama is LlamaForCausalLM of transformers, which has no "
+            "dropout; set dropout to 0"
+        )
     return LlamaConfig(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
@@ -160,7 +164,9 @@ def config_in(directory: ModelDirectory) -> PreTrainedConfig:
     try:
         return config_from(directory.config)
     except Exception as error:  # whatever the classes of transformers raise
-        raise UserError(f"{where}: not the configuration of a {model.__name__}: {error}") from error
+        raise UserError(
+            f"{where}: not a valid configuration of {model.__name__}: {error}; correct config.json"
+        ) from error
 
 
 def _check_counts(directory: ModelDirectory, where: str) -> None:
@@ -170,7 +176,7 @@ def _check_counts(directory: ModelDirectory, where: str) -> None:
     for name, most in {**layers, "num_labels": MOST_LABELS}.items():
         count = directory.config.get(name)
         if isinstance(count, int | float) and count > most:
-            raise UserError(f"{where}: {name} is {count}, and its weights allow at most {most}")
+            raise UserError(f"{where}: {name} is {count}, but may be at most {most} in this directory; lower it")
 
 
 def _check_sizes(document: Mapping[str, Any], where: str) -> None:
@@ -180,7 +186,7 @@ def _check_sizes(document: Mapping[str, Any], where: str) -> None:
         for name in names:
             size = document.get(name)
             if isinstance(size, int | float) and not 1 <= size <= most:
-                raise UserError(f"{where}: {name} is {size:.15g}; it must be 1 to {most}")
+                raise UserError(f"{where}: {name} is {size:.15g}; set it to a value from 1 to {most}")
 
 
 def config_from(document: Mapping[str, Any]) -> PreTrainedConfig:
@@ -199,12 +205,15 @@ def check_model(model: PreTrainedModel, where: str) -> None:
     of its configuration: that is what is checked for being a chain."""
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if real:
-        raise UserError(f"{where}: {real[0]} already has memory; make the model from its configuration, not by loading")
+        raise UserError(
+            f"{where}: parameter {real[0]} already has memory; create the model from its configuration, without "
+            "loading weights (for pretrained weights use spec.model.source)"
+        )
     made = str(empty_model(model.config)).splitlines()
     if other := [line.strip() for line, own in zip(str(model).splitlines(), made, strict=False) if line != own]:
         raise UserError(
-            f"{where}: {type(model).__name__} was changed after it was made: {other[0]}; return it unchanged, or "
-            "declare a Chain (docs/models.md, Entry points)"
+            f"{where}: the modules of {type(model).__name__} differ from those that its configuration makes, first in "
+            f"`{other[0]}`; return the model unchanged, or declare a Chain (docs/models.md, Entry points)"
         )
 
 

@@ -165,7 +165,8 @@ class HuggingFaceChain(Chain):
             wrong = sorted(name for key, name in names.items() if inside.count(key) != 1)
             raise UserError(
                 f"{type(self.model).__name__}: {', '.join(wrong[:1]) or 'a parameter'} does not belong to exactly one "
-                "layer; a layer that is used twice, or a parameter that the forward does not use, cannot be trained"
+                "layer; models that use a layer twice, or have a parameter that their forward does not use, cannot be "
+                "trained"
             )
 
 
@@ -189,7 +190,10 @@ def make_buffers(model: PreTrainedModel) -> None:
         for name in buffers:
             made = getattr(module, name)
             if bool(made.isnan().any() if made.is_floating_point() else (made == -1).any()):
-                raise UserError(f"{type(model).__name__}: cannot make its buffer {prefix}.{name}; use another model")
+                raise UserError(
+                    f"{type(model).__name__}: its code in transformers does not set the values of "
+                    f"buffer {prefix}.{name}, so the model cannot be built; use another model"
+                )
 
 
 def cast_parameters(model: nn.Module, compute: torch.dtype) -> None:

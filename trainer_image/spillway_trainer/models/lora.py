@@ -56,8 +56,8 @@ def attention_of(model: PreTrainedModel) -> tuple[str, ...]:
     }
     if not products:
         raise UserError(
-            f"spec.model.lora: {type(model).__name__} has no matrix products in modules of attention; name its targets "
-            "in targetModules"
+            f"spec.model.lora: {type(model).__name__} has no linear layers in its attention modules, where adapters go "
+            "by default; name the modules to adapt in spec.model.lora.targetModules"
         )
     targets: dict[str, None] = {}
     for name in sorted(products):
@@ -80,11 +80,13 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
             products = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, PRODUCTS)}
             raise UserError(
                 f"spec.model.lora.targetModules: {type(model).__name__} has no module {target}; "
-                f"it has {', '.join(sorted(products))}"
+                f"choose from {', '.join(sorted(products))}"
             )
         if not all(isinstance(module, PRODUCTS) for module in found):
             kinds = ", ".join(sorted({type(module).__name__ for module in found}))
-            raise UserError(f"spec.model.lora.targetModules: {target} is {kinds}; adapters need a matrix product")
+            raise UserError(
+                f"spec.model.lora.targetModules: {target} is {kinds}, but adapters need linear layers; remove it"
+            )
 
 
 def _task(model: PreTrainedModel) -> TaskType | None:

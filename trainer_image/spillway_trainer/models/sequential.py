@@ -41,7 +41,7 @@ class Layers(nn.Module):
         last = next(reversed(self._modules))
         raise UserError(
             f"spec.model: layer {last} of the nn.Sequential returned {described(value)}, but each layer must return a "
-            f"tensor or a tuple of tensors"
+            f"tensor or a tuple of at least two tensors; change this layer"
         )
 
 
@@ -58,8 +58,8 @@ class SequentialHead(Layers):
         B, T = labels_BT.shape
         if not isinstance(logits, Tensor) or logits.shape[:-1] != (B, T) or logits.shape[-1] < self._vocab_size:
             raise UserError(
-                f"spec.model: the last layer of the nn.Sequential returned {described(logits)}; it must return logits "
-                f"of shape [{B}, {T}, {self._vocab_size}]: for every token, one for each entry of its nn.Embedding"
+                f"spec.model: the last layer of the nn.Sequential returned {described(logits)}; make it return logits "
+                f"of shape [{B}, {T}, {self._vocab_size}]: for each token, one logit per entry of the nn.Embedding"
             )
         return token_loss(logits, labels_BT, num_tokens)
 
@@ -101,14 +101,14 @@ def grouped(model: nn.Sequential, where: str) -> list[dict[str, nn.Module]]:
     trained = [id(child) for _, child in children if has_parameters(child)]
     if len(trained) != len(set(trained)):
         raise UserError(
-            f"{where}: the nn.Sequential has one layer in two places; give each place a layer of its own, or return a "
-            "Chain that names shared parameters in `tied`"
+            f"{where}: the nn.Sequential has one layer in two places; use a separate layer in each place, or return a "
+            "Chain whose property `tied` lists the shared parameters"
         )
     if len(trained) < MIN_SEGMENTS:
         raise UserError(
-            f"{where}: the nn.Sequential has {len(trained)} children with parameters, and a chain needs at least "
-            f"{MIN_SEGMENTS}: an embedding, blocks that can be moved one by one, a head; make each of these a child of "
-            f"its own"
+            f"{where}: the nn.Sequential has {len(trained)} children with parameters, but needs at least "
+            f"{MIN_SEGMENTS}: an embedding, one or more blocks, and a head; make each of them a separate child, "
+            f"because Spillway moves them one by one"
         )
     return groups
 
@@ -119,8 +119,8 @@ def tokens_of(first: Mapping[str, nn.Module], where: str) -> int:
     if not found:
         names = ", ".join(type(child).__name__ for child in first.values())
         raise UserError(
-            f"{where}: the nn.Sequential begins with {names}, but its input is token numbers [B, T]; make its first "
-            f"layer an nn.Embedding, or a module that has one"
+            f"{where}: the nn.Sequential begins with {names}, but its input is token ids of shape [batch, "
+            f"sequence]; make its first layer an nn.Embedding, or a module that contains one"
         )
     return found[0]
 

@@ -76,7 +76,7 @@ def open_model_directory(path: Path) -> ModelDirectory:
     """Raises UserError when `path` is no directory of a model with weights in safetensors."""
     if not path.is_dir():
         raise UserError(
-            f"spec.model.source: {path} is not a directory; give one with config.json and model.safetensors"
+            f"spec.model.source: {path} is not a directory; name one with config.json and model.safetensors"
         )
     config = _read_json(path / "config.json")
     files = _weight_files(path)
@@ -84,7 +84,10 @@ def open_model_directory(path: Path) -> ModelDirectory:
     for file in files:
         for name, tensor in _header(file).items():
             if name in tensors:
-                raise UserError(f"{path}: tensor {name} is in {tensors[name].file.name} and in {file.name}; keep one")
+                raise UserError(
+                    f"{path}: tensor {name} is in {tensors[name].file.name} and in {file.name}; remove it from one of "
+                    "the two files"
+                )
             tensors[name] = tensor
     return ModelDirectory(path, config, tensors)
 
@@ -95,17 +98,22 @@ def _weight_files(path: Path) -> list[Path]:
     if (path / INDEX).is_file():
         shards = _read_json(path / INDEX).get("weight_map")
         if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-            raise UserError(f"{path / INDEX}: has no weight_map of file names; copy the whole directory again")
+            raise UserError(
+                f"{path / INDEX}: has no weight_map from tensor names to file names; copy the whole directory again"
+            )
         files = sorted(path / name for name in set(shards.values()))
         missing = [file.name for file in files if file.parent != path or not file.is_file()]
         if missing:
-            raise UserError(f"{path / INDEX}: names {len(missing)} missing files, first {missing[0]}")
+            raise UserError(
+                f"{path / INDEX}: names {len(missing)} weight files that are missing from its directory, first "
+                f"{missing[0]}; copy the whole directory again"
+            )
         return files
     pickled = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickled:
         raise UserError(
             f"{path}: holds {pickled[0]} and no {ONE_FILE}; pickled files can run code when read, so they "
-            "are not opened: load the model in transformers and save_pretrained() it, which writes safetensors"
+            "are not opened. Load the model in transformers and call save_pretrained(), which writes safetensors"
         )
     raise UserError(f"{path}: has neither {ONE_FILE} nor {INDEX}; give a directory that save_pretrained() wrote")
 
@@ -139,12 +147,14 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; make the file readable") from error
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not a safetensors file; copy it again") from error
+        raise UserError(f"{path}: not a safetensors file; copy the file again") from error
     if not whole:
-        raise UserError(f"{path}: {path.stat().st_size} bytes, its header says {8 + length + size}; copy it again")
+        raise UserError(
+            f"{path}: has {path.stat().st_size} bytes, but its header says {8 + length + size}; copy the file again"
+        )
     if wrong:
         raise UserError(
-            f"{path}: the byte range of {wrong} does not match its type, shape and offset; copy the file again"
+            f"{path}: the byte range of tensor {wrong} does not match its type, shape and offset; copy the file again"
         )
     return found
 
@@ -206,7 +216,7 @@ class Weights:
                 raise UserError(
                     f"{self.directory.path}: according to config.json, {first} and {other} are one parameter, but "
                     "they hold different values; set tie_word_embeddings to false in config.json, or remove one of "
-                    "them"
+                    "the two tensors from the files"
                 )
         return value
 
@@ -251,7 +261,9 @@ def match(
     ]
     problems += _listed("of another shape or type", wrong)
     if problems:
-        raise UserError(f"{directory.path}: its tensors do not match config.json: {'; '.join(problems)}")
+        raise UserError(
+            f"{directory.path}: the tensors in the weight files do not match config.json: {'; '.join(problems)}"
+        )
     return Weights(directory, {name: tuple(stored) for name, stored in found.items()}, merges, directory.digest())
 
 

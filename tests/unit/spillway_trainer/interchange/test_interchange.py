@@ -183,7 +183,7 @@ class Payload:
 def test_no_pickle_of_deepspeed_is_run(tmp_path: Path) -> None:
     write_zero(tmp_path / "t", 2, 1, states())
     torch.save({"optimizer_state_dict": Payload(tmp_path / "ran")}, tmp_path / "t" / OPTIMIZER_FILE)
-    with pytest.raises(UserError, match=f"{OPTIMIZER_FILE}: rejected, because it holds objects other than data"):
+    with pytest.raises(UserError, match=f"{OPTIMIZER_FILE}: rejected, because it holds Python objects"):
         open_foreign(tmp_path / "t")
     assert not (tmp_path / "ran").exists()
 
@@ -232,7 +232,7 @@ def test_no_pickle_of_a_distributed_chunk_is_run(tmp_path: Path, distributed: Pa
         if index.fqn.endswith("exp_avg"):
             place.relative_path, place.offset, place.length = hostile.name, 0, hostile.stat().st_size
     (distributed / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError, match="rejected, because it holds objects other than data"):
+    with pytest.raises(UserError, match="rejected, because it holds Python objects"):
         read_all(distributed)
     assert not (tmp_path / "ran").exists()
 
@@ -345,14 +345,14 @@ def list_for_dict(state: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (wrong_dtype, r"rank_1.*group 0: exp_avg: its type is bfloat16, but only float32"),
-        (another_rule, r"rank_1.*group 1 holds momentum_buffer: not what AdamW keeps"),
-        (no_moments, r"rank_1.*no moments in it: they were on NVMe"),
-        (another_step, r"3 of group 0 in bf16_zero_pp_rank_0.*but 7 of group 0 in bf16_zero_pp_rank_1"),
-        (broken_step, r"rank_1.*step: expected a number of steps, found 2\.5"),
-        (too_short, r"flat group 0 has \d+ values, but its parameters have 51"),
-        (another_stage, r"rank_1.*with ZeRO stage 3, but files of other ranks with stage 2"),
-        (no_states, r"rank_1.*not in the layout of DeepSpeed \(no 'single_partition_of_fp32_groups'\)"),
+        (wrong_dtype, r"rank_1.*group 0: exp_avg: its type is bfloat16, but only dense float32"),
+        (another_rule, r"rank_1.*group 1 holds momentum_buffer, but only the states of Adam and AdamW"),
+        (no_moments, r"rank_1.*contains no optimizer moments, because DeepSpeed kept them on NVMe"),
+        (another_step, r"3 for group 0 in bf16_zero_pp_rank_0.*but 7 for group 0 in bf16_zero_pp_rank_1"),
+        (broken_step, r"rank_1.*step: expected a whole number of steps, found 2\.5"),
+        (too_short, r"parameter group 0 has \d+ values, but the shapes of its parameters add up to 51"),
+        (another_stage, r"rank_1.*with ZeRO stage 3, but the files of other ranks with stage 2"),
+        (no_states, r"rank_1.*not structured as DeepSpeed writes it \(no 'single_partition_of_fp32_groups'\)"),
         (list_for_dict, r"rank_1"),
     ],
 )
@@ -367,16 +367,16 @@ def test_wrong_zero_states_are_refused(tmp_path: Path, change: Any, sentence: st
 def test_zero_without_the_states_of_a_rank_is_refused(tmp_path: Path) -> None:
     path, _ = changed_zero(tmp_path / "t", rank=1)
     path.unlink()
-    with pytest.raises(UserError, match="has the optimizer states of 1 ranks, but the run had 2"):
+    with pytest.raises(UserError, match="has the optimizer states of 1 ranks, but the run had 2 ranks"):
         open_foreign(tmp_path / "t")
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "of a model-parallel run"),
-        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "is also of rank 1"),
-        ("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "no optimizer states of rank 2"),
+        ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "written by a model-parallel run"),
+        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "also holds the states of rank 1"),
+        ("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "no file with the optimizer states of rank 2"),
         ("layer_01-model_00-model_states.pt", "written with pipeline or expert parallelism"),
     ],
 )
@@ -393,7 +393,7 @@ def test_latest_names_the_tag_and_never_leaves_the_checkpoint(tmp_path: Path) ->
     assert_holds(open_foreign(tmp_path / "run"))
     for tag in ("../run/global_step3", "/etc", "nowhere"):
         (tmp_path / "run" / "latest").write_text(tag)
-        with pytest.raises(UserError, match=f"latest: names {tag!r}, which does not exist"):
+        with pytest.raises(UserError, match=f"latest: names the directory {tag!r}, but no directory of this name"):
             open_foreign(tmp_path / "run")
 
 
@@ -439,11 +439,11 @@ def nowhere(metadata: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (outside, "names a file outside the checkpoint"),
-        (transformed, "stored in a transformed form"),
-        (twice, r"model\.a\.bias: its 2 chunks do not make up a tensor of \(3,\)"),
-        (overlapping, r"model\.a\.bias: its 2 chunks do not make up a tensor of \(3,\)"),
-        (nowhere, "the metadata does not say where it is"),
+        (outside, r"names the file \.\./checkpoints/step-4\.e1/manifest\.json, but may name only files"),
+        (transformed, "saved with transforms of its bytes"),
+        (twice, r"model\.a\.bias: the 2 stored pieces .* do not exactly fill its shape \(3,\)"),
+        (overlapping, r"model\.a\.bias: the 2 stored pieces .* do not exactly fill its shape \(3,\)"),
+        (nowhere, "the metadata does not say in which file"),
     ],
 )
 def test_wrong_distributed_metadata_are_refused(distributed: Path, change: Any, sentence: str) -> None:
@@ -458,8 +458,8 @@ def test_wrong_distributed_metadata_are_refused(distributed: Path, change: Any, 
         (["model.a"], "no optimizer states"),
         (["x.state.a.exp_avg", "y.state.a.exp_avg"], "states of 2 optimizers"),
         (["state.a.exp_avg", "state.a.exp_avg_sq", "a"], "has exp_avg, exp_avg_sq, but only states of Adam and AdamW"),
-        (["state.a.exp_avg", "state.a.exp_avg_sq", "state.a.step"], "weights of all of them .* found none"),
-        (["state.a.exp_avg", "state.a.exp_avg_sq", "state.a.step", "m.a", "n.a"], "found 'm.', 'n.'"),
+        (["state.a.exp_avg", "state.a.exp_avg_sq", "state.a.step"], "all weights must .* prefixes found are: none"),
+        (["state.a.exp_avg", "state.a.exp_avg_sq", "state.a.step", "m.a", "n.a"], "prefixes found are: 'm.', 'n.'"),
     ],
 )
 def test_wrong_distributed_keys_are_refused(keys: list[str], sentence: str) -> None:
@@ -478,9 +478,15 @@ def test_prefixes_of_keys_are_the_writers(model: str, optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("shapes", "sentence"),
     [
-        ({**SHAPES, "c": (1,)}, r"1 parameters differ, the first:\n  c: absent there, \(1,\) in the job"),
-        ({**SHAPES, "a.bias": (4,)}, r"a\.bias: \(3,\) there, \(4,\) in the job"),
-        ({name: shape for name, shape in SHAPES.items() if name != "scale"}, "scale: trained there, not in the job"),
+        (
+            {**SHAPES, "c": (1,)},
+            r"1 parameters differ, the first:\n  c: missing from the checkpoint, \(1,\) in the job",
+        ),
+        ({**SHAPES, "a.bias": (4,)}, r"a\.bias: \(3,\) in the checkpoint, \(4,\) in the job"),
+        (
+            {name: shape for name, shape in SHAPES.items() if name != "scale"},
+            "scale: trained in the checkpoint, not in the job",
+        ),
     ],
 )
 def test_states_of_another_model_are_refused(tmp_path: Path, shapes: Any, sentence: str) -> None:
@@ -500,8 +506,8 @@ def job(directory: Path, **training: Any) -> JobFile:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"num_steps": 2}, "the run has 2 steps, but its optimizer has 3 updates; these files belong to two"),
-        ({"num_steps": 12}, "12 steps are already trained there, but the job has only 12"),
+        ({"num_steps": 2}, r"counts 2 training steps, but more optimizer updates \(3\), so its files belong to two"),
+        ({"num_steps": 12}, "has already trained 12 steps, but the job has only 12 in total"),
         (
             {"betas": (0.9, 0.999)},
             r"computed with betas \(0\.9, 0\.999\), .*optimizer\.betas are \(0\.9, 0\.95\)",
@@ -521,7 +527,7 @@ def test_import_refuses_what_the_job_cannot_go_on_from_and_writes_nothing(
 
 def test_import_into_a_job_of_another_rule_is_refused(tmp_path: Path) -> None:
     write_zero(tmp_path / "t", 1, 2, states())
-    said = r"optimizer\.name = Lion: its states are master, exp_avg, but only .* use AdamW or Adam"
+    said = r"optimizer\.name = Lion: this optimizer keeps the states master, exp_avg, but only .* use AdamW or Adam"
     with pytest.raises(UserError, match=said):
         import_into(job(tmp_path, optimizer=Optimizer(name="Lion")), open_foreign(tmp_path / "t"), print)
 

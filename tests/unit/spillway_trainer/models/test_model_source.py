@@ -199,12 +199,12 @@ def configured(**fields: Any) -> Callable[[Path], Any]:
 
 DEEP = "[" * 100_000
 BIAS = "transformer.h.0.ln_1.bias"
-NOT_ITS_BYTES = r"the byte range of \S+ does not match its type, shape and offset; copy the file again"
-NO_MODEL = r"config\.json: not a GPT2Config that a model can be built from: "
+NOT_ITS_BYTES = r"the byte range of tensor \S+ does not match its type, shape and offset; copy the file again"
+NO_MODEL = r"config\.json: no model can be built from this GPT2Config: "
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickled weights": (rename_weights, r"holds pytorch_model\.bin .* can run code when read"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
-    "a cut file": (cut, r"model\.safetensors: \d+ bytes, its header says \d+; copy it again"),
+    "a cut file": (cut, r"model\.safetensors: has \d+ bytes, but its header says \d+; copy the file again"),
     "no safetensors": (overwrite("model.safetensors", "x" * 100), "not a safetensors file"),
     "no configuration": (lambda d: (d / "config.json").unlink(), r"config\.json: No such file"),
     "a configuration that is no JSON": (overwrite("config.json", "{"), r"config\.json: not valid JSON"),
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         configured(model_type="their_own", auto_map={"AutoModelForCausalLM": "theirs.Model"}),
         "model_type 'their_own' is not a text model of transformers",
     ),
-    "a wrong configuration": (lambda d: change_config(d, n_embd="x"), "not the configuration of a GPT2LMHeadModel"),
+    "a wrong configuration": (lambda d: change_config(d, n_embd="x"), "not a valid configuration of GPT2LMHeadModel"),
     "a missing tensor": (with_tensors(lambda t: t.pop(BIAS)), f"1 missing: {BIAS}"),
     "an unexpected tensor": (
         with_tensors(lambda t: t.update({"transformer.more": torch.ones(1)})), "1 unexpected: transformer.more",
@@ -235,22 +235,22 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "not a safetensors file",
     ),
     "a deep configuration": (overwrite("config.json", DEEP), r"config\.json: not valid JSON"),
-    "an index of lists": (as_index({"a": ["x"]}), "has no weight_map of file names"),
+    "an index of lists": (as_index({"a": ["x"]}), "has no weight_map from tensor names to file names"),
     "a width that its heads do not divide": (configured(n_head=3), NO_MODEL + "ValueError"),
-    "no heads": (configured(n_head=0), r"/config\.json: n_head is 0; it must be 1 to 1024"),
+    "no heads": (configured(n_head=0), r"/config\.json: n_head is 0; set it to a value from 1 to 1024"),
     "positions without end": (
-        configured(n_positions=2**24 + 1), r"/config\.json: n_positions is 16777217; it must be 1 to 16777216",
+        configured(n_positions=2**24 + 1), r"/config\.json: n_positions is 16777217; set it to .* from 1 to 16777216",
     ),
-    "a width without end": (configured(n_embd=1e300), r"n_embd is 1e\+300; it must be 1 to 131072"),
-    "a vocabulary without end": (configured(vocab_size=float("inf")), "vocab_size is inf; it must be 1 to 4194304"),
-    "a size that is no number": (configured(n_inner=float("nan")), "n_inner is nan; it must be 1 to 1048576"),
-    "heads without end": (configured(n_head=10**9), "n_head is 1000000000; it must be 1 to 1024"),
+    "a width without end": (configured(n_embd=1e300), r"n_embd is 1e\+300; set it to a value from 1 to 131072"),
+    "a vocabulary without end": (configured(vocab_size=float("inf")), "vocab_size is inf; .* from 1 to 4194304"),
+    "a size that is no number": (configured(n_inner=float("nan")), "n_inner is nan; set it to .* from 1 to 1048576"),
+    "heads without end": (configured(n_head=10**9), "n_head is 1000000000; set it to a value from 1 to 1024"),
     "an unknown activation": (configured(activation_function="nope"), NO_MODEL + "KeyError: 'nope'"),
     "a rate that is none": (configured(resid_pdrop=1.5), NO_MODEL + "ValueError"),
     "an attention that is not installed": (configured(attn_implementation="flash_attention_2"), NO_MODEL),
-    "an unknown type": (configured(dtype="nope"), "not the configuration of a GPT2LMHeadModel"),
-    "labels without end": (configured(num_labels=10**8), "and its weights allow at most 100000"),
-    "layers without end": (configured(n_layer=10**8), r"n_layer is 100000000, and its weights allow at most \d+"),
+    "an unknown type": (configured(dtype="nope"), "not a valid configuration of GPT2LMHeadModel"),
+    "labels without end": (configured(num_labels=10**8), "but may be at most 100000"),
+    "layers without end": (configured(n_layer=10**8), r"n_layer is 100000000, but may be at most \d+"),
 }  # fmt: skip
 
 
@@ -313,14 +313,14 @@ def test_a_shard_that_is_not_there_is_named(gpt2: Path, tmp_path: Path) -> None:
     sharded = saved(GPT2LMHeadModel.from_pretrained(gpt2), tmp_path / "sharded", max_shard_size="9KB")
     lost = max(sharded.glob("*.safetensors"))
     lost.unlink()
-    with pytest.raises(UserError, match=f"names 1 missing files, first {lost.name}"):
+    with pytest.raises(UserError, match=f"names 1 weight files that are missing from its directory, first {lost.name}"):
         built(sharded)
 
 
 def test_an_index_cannot_lead_out_of_the_directory(gpt2: Path, tmp_path: Path) -> None:
     (gpt2 / "model.safetensors").rename(tmp_path / "outside.safetensors")
     (gpt2 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
-    with pytest.raises(UserError, match=r"missing files, first outside\.safetensors"):
+    with pytest.raises(UserError, match=r"missing from its directory, first outside\.safetensors"):
         built(gpt2)
 
 
