@@ -178,7 +178,7 @@ def test_parts_of_a_gradient_are_added_in_float32() -> None:
 
 @pytest.mark.parametrize("version", ["0.19.5", "0.19.7", "0.20.0", "1.0", "0.18.9"])
 def test_another_deepspeed_is_refused(version: str) -> None:
-    with pytest.raises(UserError, match=rf"DeepSpeed {version}.*0\.19\.8 to below 0\.20"):
+    with pytest.raises(UserError, match=rf"DeepSpeed {version}.*0\.19\.8 or later, below 0\.20"):
         check_version(version)
 
 
@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[MemoryPlan, Chain, World]] = {
         Tied(),
         World(size=2),
     ),
-    "overlap: Forward does not work with this strategy": (
+    "overlap must be None or Auto with this strategy": (
         PLAN.model_copy(update={"optimizer": OptimizerPlan(overlap="Forward")}),
         Tied(),
         World(size=2),
@@ -276,7 +276,7 @@ REFUSED_BY_FSDP: dict[str, tuple[MemoryPlan, Chain, World]] = {
         World(size=2),
     ),
     "parameter scale is a scalar": (FSDP, scalar(), World(size=2)),
-    "segment one trains parameters of torch.bfloat16 and torch.float32": (FSDP, of_several_types(), World(size=2)),
+    "layer group one trains parameters of torch.bfloat16 and torch.float32": (FSDP, of_several_types(), World(size=2)),
     "rank 4 of 5 would have no row": (FSDP, OfSegments(), World(size=5)),
 }
 
