@@ -290,4 +290,5 @@ def test_sweep_resumed_with_another_metric_past_its_round_is_rejected(tmp_path: 
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 2, objective="halving: 4, metric: EvaluationLoss")
     assert local_runs.complete(job, sweep_runs.sweep_plan(job, 2)) == ExitCode.USER_ERROR
     log = local_runs.log_of(tmp_path, 2)
-    assert "has no evaluation loss of that member" in log and "set spec.objective to what it was" in log
+    assert "the evaluation loss that another member reported in this round is missing" in log
+    assert "restore the earlier spec.objective" in log

@@ -217,7 +217,7 @@ def disk(directory: Path, nbytes: int) -> tuple[Figures, str]:
         free = room.f_bavail * room.f_frsize
         raise SpillVolumeFull(
             f"--directory {directory}: {format_bytes(free)} free, but the probe writes "
-            f"{format_bytes(nbytes)} and needs twice that; free space, or name another directory"
+            f"{format_bytes(nbytes)} and needs twice as much free; delete files, or name another directory"
         )
     slab = HostSlab(BATCH_BYTES)
     buffer = slab.allocate(BATCH_BYTES, "probe")
@@ -361,10 +361,10 @@ def assembled(
 
 class NoCheckpoints:
     def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
-        raise AssertionError("the probe makes single steps, which commit nothing")
+        raise AssertionError("the probe runs single steps, which must not write checkpoints")
 
     def written(self, *, wait: bool) -> Written | None:
-        raise AssertionError("the probe makes single steps, which commit nothing")
+        raise AssertionError("the probe runs single steps, which must not write checkpoints")
 
 
 def run_of(job: TrainingJob, cell: Cell, assembly: Assembly) -> Run:

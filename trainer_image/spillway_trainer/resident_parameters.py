@@ -72,7 +72,8 @@ def check_version(ref: ParameterRef, version: int) -> None:
     if version != ref.version:
         raise RuntimeError(
             f"{ref.name}: one of the variables needed for gradient computation has been modified by an inplace "
-            "operation: the parameter was changed between forward and backward, for example by an optimizer step"
+            "operation: the parameter was changed between forward and backward, for example by an optimizer step; run "
+            "backward first"
         )
 
 

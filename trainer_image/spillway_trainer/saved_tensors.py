@@ -94,7 +94,8 @@ def changed_in_place(segment: str, size: Sequence[int], saved: int, now: int) ->
     """The error that autograd raises without hooks."""
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"shape {list(size)} saved by segment {segment} is at version {now}; expected version {saved} instead"
+        f"shape {list(size)}, which {segment} saved for backward, is at version {now}; expected version "
+        f"{saved} instead. Change a copy of the tensor (x * 2 instead of x.mul_(2))"
     )
 
 
@@ -275,11 +276,10 @@ class RecomputedSegment:
             random_numbers.set_state(random_state)
         if found != self._saved:
             raise RuntimeError(
-                f"segment {self._keeper.segment}: its forward saved {len(self._saved)} tensors, but when it ran again "
-                f"in backward, it saved {len(found)} tensors, or different ones. A recomputed segment must do the "
-                "same operations each time: it must not depend on anything that has changed in between, and must "
-                "take its random numbers from torch's generator. Or keep its activations "
-                "(spec.memory.advanced.activations.policy: Keep)."
+                f"layer group {self._keeper.segment}: its forward saved {len(self._saved)} tensors, but saved "
+                f"{len(found)} or different ones when it was recomputed in backward. Make the forward do the same "
+                "operations each time, with random numbers only from torch's generator, or set "
+                "spec.memory.advanced.activations.policy: Keep."
             )
         return values
 
@@ -314,9 +314,8 @@ class RecomputedTensor:
 
 def _never_unpacked(_: None) -> Tensor:
     raise RuntimeError(
-        "a recomputed segment computes gradients inside its own forward (for example a gradient penalty), when its "
-        "saved tensors do not exist yet. Keep its activations instead (spec.memory.advanced.activations.policy: "
-        "Keep)."
+        "a layer group that is recomputed in backward computes gradients inside its own forward (for example a "
+        "gradient penalty), which recomputation does not support. Set spec.memory.advanced.activations.policy: Keep."
     )
 
 

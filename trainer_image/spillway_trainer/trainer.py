@@ -252,9 +252,7 @@ def advance(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopR
         metrics, stopping = train_step(run, settings, progress, stop)
         if after_step(run, settings, progress, stop, metrics, stopping=stopping):
             step = progress.step
-            raise Preempted(
-                f"stopped on request at step {step}; the checkpoint of this step is committed", savedStep=step
-            )
+            raise Preempted(f"stopped on request at step {step}; the checkpoint of this step is saved", savedStep=step)
 
 
 def after_step(
@@ -439,7 +437,8 @@ def refuse_non_finite(scale: LossScaler, settings: LoopSettings, step: int, loss
     is_the_scales = scale.rule is not None and math.isfinite(loss)
     if not (is_the_scales or settings.skip_non_finite):
         raise NonFinite(
-            f"{found}. Lower the learning rate, or set spec.training.nonFinite: SkipStep to skip such steps.",
+            f"{found}: not finite. Lower spec.training.optimizer.learningRate, or set spec.training.nonFinite: "
+            "SkipStep to skip steps whose loss or gradients are not finite.",
             step=step,
         )
 

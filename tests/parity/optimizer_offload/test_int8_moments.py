@@ -177,7 +177,7 @@ def test_the_size_of_a_chunk_changes_no_bit(rule: UpdateRule, chunk: int) -> Non
 
 def test_a_chunk_that_would_begin_inside_of_a_block_is_refused() -> None:
     case, ledger = Case(torch.bfloat16, moments=MomentType.INT8), DeviceLedger(None)
-    with pytest.raises(UserError, match=r"chunks of 1009 parameters.*a multiple of 256"):
+    with pytest.raises(UserError, match=r"chunks of 1009 values.*must be multiples of 256"):
         offload(case.parameters(), case, split(1, 0, 0, 1009), LazyLanes(HostSlab(HOST_BYTES), ledger), ledger)
 
 

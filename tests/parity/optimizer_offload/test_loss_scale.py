@@ -206,5 +206,5 @@ def test_error_for_an_op_without_float16_support_suggests_bfloat16(
 ) -> None:
     embed = Embedding.forward
     monkeypatch.setattr(Embedding, "forward", lambda self, tokens: WithoutFloat16.apply(embed(self, tokens)))
-    with pytest.raises(UserError, match=r"no float16 form on this device \(\"special_cpu\".*compute: bfloat16"):
+    with pytest.raises(UserError, match=r"in float16 on this device \(\"special_cpu\".*compute: bfloat16"):
         runs.attempt(tmp_path, PLAIN)

@@ -177,7 +177,7 @@ def test_parameter_that_is_not_contiguous_is_refused_by_name() -> None:
 
 def test_parameter_on_another_device_is_refused_by_name() -> None:
     named = [("up", Parameter(torch.ones(3))), ("down", Parameter(torch.ones(3, device="meta")))]
-    with pytest.raises(UserError, match="parameter down: is on device meta, but the first parameter is on cpu"):
+    with pytest.raises(UserError, match="parameter down: is on device meta, but the model's first parameter is on cpu"):
         ResidentOptimizer(named, {}, SETTINGS, DeviceLedger(None))
 
 
@@ -189,7 +189,7 @@ def test_alias_with_a_storage_of_its_own_is_refused_by_name() -> None:
 
 def test_sparse_gradient_is_refused_by_name() -> None:
     for optimizer in both(Case(torch.float32)):
-        with pytest.raises(UserError, match="parameter up: gradient of dtype"):
+        with pytest.raises(UserError, match="parameter up: its gradient has dtype"):
             optimizer.take("up", torch.ones(83, 37).to_sparse())
 
 

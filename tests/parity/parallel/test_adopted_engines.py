@@ -75,6 +75,6 @@ def test_a_type_to_exchange_gradients_in_is_not_ignored(found: Found) -> None:
 def test_an_engine_whose_adamw_has_other_settings_is_refused_with_both(found: Found) -> None:
     for of_rank in found["refused"]:
         assert (
-            "betas and eps (0.9, 0.999, 1e-08) and weight_decay [0.1]; adopt was given (0.9, 0.95, 1e-08) and 0.1"
-            in (of_rank["settings"])
+            "AdamW has (beta1, beta2, eps) (0.9, 0.999, 1e-08) and weight_decay [0.1], but adopt() was given "
+            "(0.9, 0.95, 1e-08) and 0.1" in (of_rank["settings"])
         )

@@ -190,7 +190,7 @@ def test_a_lost_peer_is_a_crash_that_says_it_is_not_the_cause() -> None:
     assert (said["reason"], said["exitCode"], said["follower"], said["rank"]) == ("RankCrashed", 1, True, 3)
     assert said["message"] == (
         "another rank ended while this one waited for the other ranks' gradients: "
-        "Connection closed by peer [127.0.0.1]:10904"
+        "Connection closed by peer [127.0.0.1]:10904; read the logs of the other ranks"
     )
     assert ending.expected, "no traceback: the sentence says all"
 

@@ -146,7 +146,7 @@ class Before(nn.Module):
                 base(input_ids=tokens_BT, use_cache=False)
         except _Reached as reached:
             return reached.x_BTD
-        raise AssertionError("a forward calls its first layer")
+        raise AssertionError("the model's forward ended without calling its first layer")
 
 
 class Layer(nn.Module):
@@ -264,29 +264,32 @@ def structure_of(model: PreTrainedModel) -> Structure:
             raise
         except Exception as error:
             failed = failed or error
-    raise _no_chain(name, f"a small copy of it fails: {type(failed).__name__}: {failed}") from failed
+    raise _no_chain(name, f"a trial run of a small copy failed: {type(failed).__name__}: {failed}") from failed
 
 
 def _no_chain(name: str, why: str) -> UserError:
     return UserError(
-        f"{name}: cannot be cut into a chain of layers: {why}. Declare its segments as a Chain in an entry point "
-        "(docs/models.md, Entry points)"
+        f"{name}: Spillway cannot run the layers of this model one by one: {why}. Write a Python function that returns "
+        "the layers as a Chain, and name it in spec.model.entrypoint (docs/models.md, Entry points)"
     )
 
 
 def _check_config(config: Any, name: str) -> None:
     """Raises UserError for what a chain does not do."""
     if getattr(config, "is_encoder_decoder", False):
-        raise _no_chain(name, "it has an encoder and a decoder")
+        raise _no_chain(name, "it has an encoder and a decoder instead of one sequence of layers")
     if getattr(config, "output_router_logits", False):
         raise UserError(
-            f"{name}: output_router_logits is true, which adds a load-balancing loss of the routers over all layers; "
-            "it is not computed here: set output_router_logits to false"
+            f"{name}: output_router_logits is true, which adds a load-balancing loss over the experts of all layers, "
+            "but Spillway does not support this loss; set output_router_logits to false in the model's configuration"
         )
     for field in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, field, 0):
             found = getattr(config, field)
-            raise UserError(f"{name}: {field} is {found}, but skipping layers at random is not supported; set it to 0")
+            raise UserError(
+                f"{name}: {field} is {found}, but skipping layers at random is not supported; set {field} to 0 in the "
+                "model's configuration"
+            )
 
 
 def _list_of_layers(model: Any) -> str:
@@ -298,8 +301,11 @@ def _list_of_layers(model: Any) -> str:
             lists[path] = len(module)
     found = [path for path, length in lists.items() if length == count]
     if len(found) != 1:
-        listed = ", ".join(f"{path} of {length}" for path, length in lists.items()) or "none"
-        raise _no_chain(type(model).__name__, f"it needs one list of {count} layers, but its lists are: {listed}")
+        listed = ", ".join(f"{path} of length {length}" for path, length in lists.items()) or "none"
+        raise _no_chain(
+            type(model).__name__,
+            f"it needs exactly one nn.ModuleList of {count} layers (num_hidden_layers), but its lists are: {listed}",
+        )
     return found[0]
 
 
@@ -350,9 +356,10 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
     with torch.device("meta"):
         empty = type(model)(config)
     if _outside(model) != _outside(empty):
-        raise ValueError(f"has other parameters: {', '.join(sorted(_outside(model) ^ _outside(empty)))}")
+        differing = ", ".join(sorted(_outside(model) ^ _outside(empty)))
+        raise ValueError(f"only one of model and copy has these parameters outside the layers: {differing}")
     if (size := sum(p.numel() for p in empty.parameters())) > MOST_PARAMETERS:
-        raise ValueError(f"has {size} parameters, no more than {MOST_PARAMETERS} are computed")
+        raise ValueError(f"the copy has {size} parameters, but a trial run allows at most {MOST_PARAMETERS}")
     whole: Any = type(model)(config)
     whole.float()
     for parameter in whole.parameters():
@@ -376,7 +383,7 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
     if not torch.equal(found, logits):
         raise _no_chain(
             type(model).__name__,
-            "on a small copy of the model, its layers, called one by one, give other logits than its forward",
+            "in a trial run of a small copy, calling the layers one by one gave other logits than the model's forward",
         )
     return replace(structure, unused=_compared(chain, whole))
 
@@ -415,8 +422,8 @@ def _compared(chain: StructuralChain, whole: Any) -> frozenset[str]:
     if wrong or len(expected) != len(sums):
         raise _no_chain(
             type(whole).__name__,
-            f"on a small copy of the model, {', '.join(wrong[:1])} gets another gradient from the layers, called one "
-            f"by one, than from the model's forward",
+            "in a trial run of a small copy, calling the layers one by one gave other gradients than the model's "
+            f"forward (of parameter {', '.join(wrong[:1])})",
         )
     if others := sorted(unused - second_names(whole).keys()):
         raise _no_chain(type(whole).__name__, f"its forward does not use the parameter {others[0]}")
@@ -454,10 +461,12 @@ def _observed(whole: Any, tokens: Tensor) -> Structure:
     whole.eval()
     if (order := [one for one in called if one in layers]) != layers:
         numbers = ", ".join(one.rpartition(".")[2] for one in order) or "none"
-        raise _no_chain(name, f"its forward calls its {len(layers)} layers in the order {numbers}")
+        raise _no_chain(
+            name, f"its forward must call its {len(layers)} layers in order, each once, but calls layers: {numbers}"
+        )
     base = next((one for one in called if path.startswith(f"{one}.")), None)
     if base is None or not hasattr(outputs[base], "last_hidden_state"):
-        raise _no_chain(name, "it has no base model below its head that returns last_hidden_state")
+        raise _no_chain(name, "it has no submodule that contains all layers and returns last_hidden_state")
     _check_layers(name, {layer: (inputs[layer], outputs[layer]) for layer in layers})
     start, end = called.index(layers[0]), called.index(layers[-1])
     first = inputs[layers[0]][0][0]
@@ -497,14 +506,21 @@ def _check_layers(name: str, calls: Mapping[str, tuple[Any, Any]]) -> None:
             raise _no_chain(name, f"the input of {layer} is not the output of the layer before it")
         for leaf in others:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise _no_chain(name, f"{layer} gets a second tensor that needs a gradient")
+                raise _no_chain(
+                    name,
+                    f"{layer} gets a second input that needs a gradient, but gradients can pass only through hidden "
+                    "states",
+                )
             if not isinstance(leaf, Tensor | bool | int | float | str | None):
                 raise _no_chain(
-                    name, f"{layer} gets a {type(leaf).__name__} as an argument, through which layers could share state"
+                    name,
+                    f"{layer} gets an argument of type {type(leaf).__name__}, through which layers could share state",
                 )
         last = output[0] if isinstance(output, tuple | list) else output
         if not isinstance(last, Tensor):
-            raise _no_chain(name, f"{layer} returns a {type(output).__name__} instead of hidden states")
+            raise _no_chain(
+                name, f"{layer} returns an object of type {type(output).__name__} instead of a tensor of hidden states"
+            )
 
 
 class _LookUps(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -172,8 +172,7 @@ def share_embedding(model: PreTrainedModel) -> None:
         token = getattr(config, name, None)
         if not (isinstance(token, int) and 0 <= token < config.vocab_size):
             raise UserError(
-                f"t5: {name} is {token}, which is not a token of the model (0 to {config.vocab_size - 1}); set it in "
-                f"its "
-                "configuration (config.json)"
+                f"t5: {name} is {token}, which is not a token of the model (0 to {config.vocab_size - 1}); correct "
+                f"{name} in the model's configuration (config.json)"
             )
     model.shared = model.get_encoder().embed_tokens

@@ -28,8 +28,8 @@ class LearningRate:
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_steps <= self.num_steps:
             raise ValueError(
-                f"warmup of {self.warmup_steps} steps does not fit a run of {self.num_steps} steps; "
-                "give 0 <= warmupSteps <= steps"
+                f"warmup of {self.warmup_steps} steps does not fit a run of {self.num_steps} steps; set "
+                f"spec.training.schedule.warmupSteps from 0 to {self.num_steps}"
             )
 
     def __call__(self, step: int) -> float:

@@ -36,8 +36,8 @@ class Trainable:
         for alias, owner in aliases.items():
             if owner not in trainable or not _share(trainable[owner], trainable[alias], is_streamed=alias in streamed):
                 raise UserError(
-                    f"parameter {alias} is declared as tied to {owner}, which is frozen or has a storage of its own: "
-                    "tie the two (alias.data = owner.data) after the last cast, and train both or none"
+                    f"parameter {alias} is declared as tied to {owner}, but {owner} is frozen, or the two do not share "
+                    f"memory. Set {alias}.data = {owner}.data after the last change of dtype, and train both or neither"
                 )
         return cls({name: p for name, p in trainable.items() if name not in aliases}, aliases)
 
@@ -52,12 +52,13 @@ def _share(owner: Parameter, alias: Parameter, *, is_streamed: bool) -> bool:
 def _check(name: str, parameter: Parameter, *, is_streamed: bool) -> None:
     if not (is_streamed or parameter.is_contiguous()):
         raise UserError(
-            f"parameter {name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} are not contiguous, "
-            "so its gradient would change layout with its placement; replace it by parameter.contiguous()"
+            f"parameter {name}: strides {parameter.stride()} of shape {tuple(parameter.shape)} are not contiguous, but "
+            "the optimizer updates parameters as contiguous arrays; set parameter.data = parameter.data.contiguous()"
         )
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UserError(
-            f"parameter {name}: has dtype {parameter.dtype}; the optimizer updates only float32, bfloat16 and float16"
+            f"parameter {name}: has dtype {parameter.dtype}, but the optimizer updates only float32, bfloat16 and "
+            "float16; convert or freeze this parameter"
         )
 
 
@@ -68,8 +69,8 @@ def _check_device(parameters: Mapping[str, Parameter]) -> None:
     for name, device in devices.items():
         if device != first:
             raise UserError(
-                f"parameter {name}: is on device {device}, but the first parameter is on {first}; a rank has one "
-                "device, so move the whole model there"
+                f"parameter {name}: is on device {device}, but the model's first parameter is on {first}; move the "
+                f"whole model to {first}, because a rank (training process) uses only one device"
             )
 
 
@@ -91,8 +92,8 @@ def check_gradient(name: str, parameter: Parameter, gradient: Tensor, dtype: tor
     expected = dtype or parameter.dtype
     if gradient.layout != torch.strided or gradient.dtype != expected:
         raise UserError(
-            f"parameter {name}: gradient of dtype {gradient.dtype} and layout {gradient.layout}; "
-            f"expected a dense {expected} one (embeddings: sparse=False)"
+            f"parameter {name}: its gradient has dtype {gradient.dtype} and layout {gradient.layout}, but must be "
+            f"dense and of dtype {expected}; give nn.Embedding sparse=False"
         )
     return gradient.detach().reshape(-1)
 

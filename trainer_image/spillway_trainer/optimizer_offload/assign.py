@@ -39,7 +39,10 @@ class Shares:
     def __post_init__(self) -> None:
         shares = (self.cpu, self.streamed, self.resident, self.nvme)
         if min(shares) < 0.0 or abs(sum(shares) - 1.0) > 1e-6:
-            raise ValueError(f"optimizer shares {shares} (cpu, streamed, resident, nvme) must be >= 0 and sum to 1")
+            raise ValueError(
+                f"shares of the parameters by where they are updated (cpu, streamed, resident, nvme) are {shares}; "
+                "each must be >= 0, and they must sum to 1"
+            )
 
     def of(self, path: Path) -> float:
         return {
@@ -118,7 +121,9 @@ def stride(every: int) -> Assignment:
     """Deep Optimizer States' own assignment, for comparison: the device updates every `every`-th chunk, whatever its
     size, so that no share between 0 and 1/2 but 1/k can be had. Raises ValueError for a stride outside 2..10."""
     if every not in STRIDES:
-        raise ValueError(f"stride {every}: every 2nd to 10th chunk can be streamed")
+        raise ValueError(
+            f"stride {every}: must be from 2 to 10; the device updates every stride-th chunk of the parameters"
+        )
     return lambda sizes, _: [Path.CPU if (index + 1) % every else Path.STREAMED for index in range(len(sizes))]
 
 

@@ -334,9 +334,9 @@ def _check_blocks(chunks: Sequence[Chunk], plan: OptimizerPlan, settings: Hyperp
     """Raises UserError where a chunk would begin inside of a block, whose scale two updates would then share."""
     if settings.moments is MomentType.INT8 and any(chunk.offset % BLOCK_VALUES for chunk in chunks):
         raise UserError(
-            f"the plan divides optimizer states into chunks of {plan.chunk_parameters} parameters, but with "
-            f"training.optimizer.moments: int8 a chunk must have a multiple of {BLOCK_VALUES}, because that many "
-            "values share a scale; plan the job again (spillway plan)"
+            f"the plan updates parameters in chunks of {plan.chunk_parameters} values, but with "
+            f"spec.training.optimizer.moments: int8 chunks must be multiples of {BLOCK_VALUES} values, because "
+            f"{BLOCK_VALUES} values share a scale; plan the job again (spillway plan)"
         )
 
 

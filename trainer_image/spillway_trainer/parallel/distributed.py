@@ -48,7 +48,7 @@ LONGEST_PEER_POLL_SECONDS = 0.5
 """While peers start, which may take minutes: all ranks ask rank 0."""
 CONNECT_SECONDS = 2.0
 LOOPBACK = "127.0.0.1"
-NOT_THERE = "see the log of its node, and whether the network lets the nodes reach each other"
+NOT_THERE = "read the logs of the missing ranks, and check that the nodes can reach each other over the network"
 NO_LIMIT = timedelta(days=3650)
 VALUE_BYTES = 256
 """Of values that ranks compare."""
@@ -131,8 +131,13 @@ def meet(world: World, limits: Timeouts) -> TCPStore:
         )
     except (RuntimeError, OSError) as error:
         if world.is_first:
-            raise RuntimeError(f"port {world.master_port}: rank 0 cannot listen for the others: {error}") from error
-        raise PeerLost(f"rank {world.rank} waited for rank 0 at {place}: {error}") from error
+            raise RuntimeError(
+                f"port {world.master_port}: rank 0 cannot accept connections of the other ranks (training processes) "
+                f"there: {error}"
+            ) from error
+        raise PeerLost(
+            f"rank {world.rank} could not connect to rank 0 at {place}: {error}; read rank 0's log"
+        ) from error
     with peers(f"all {world.size} ranks to come to {place}"):
         store.set(_there(world.rank), "")
         pause, everyone = SHORTEST_POLL_SECONDS, [_there(rank) for rank in range(world.size)]
@@ -141,8 +146,8 @@ def meet(world: World, limits: Timeouts) -> TCPStore:
                 missing := [rank for rank, key in enumerate(everyone) if not store.check([key])]
             ):
                 raise PeerLost(
-                    f"rank {world.rank} waited {limits.rendezvous_seconds:.0f} s at {place} for {_named(missing)}; "
-                    f"{NOT_THERE}"
+                    f"rank {world.rank} waited {limits.rendezvous_seconds:.0f} s at {place} for {_named(missing)} to "
+                    f"connect; {NOT_THERE}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PEER_POLL_SECONDS)
@@ -212,8 +217,8 @@ def await_listener(world: World, deadline: JoinDeadline) -> None:
         except OSError as error:
             if deadline.is_over():
                 raise PeerLost(
-                    f"rank {world.rank} waited for rank 0 at {world.master_address}:{world.master_port}: {error}; "
-                    f"{NOT_THERE}"
+                    f"rank {world.rank} could not connect to rank 0 at {world.master_address}:{world.master_port}: "
+                    f"{error}; {NOT_THERE}"
                 ) from error
         else:
             return
@@ -227,7 +232,10 @@ def peers(awaited: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # what the store and gloo raise
-        raise PeerLost(f"another rank ended while this one waited for {awaited}: {in_short(error)}") from error
+        raise PeerLost(
+            f"another rank ended while this one waited for {awaited}: {in_short(error)}; read the logs of the other "
+            "ranks"
+        ) from error
 
 
 def in_short(error: RuntimeError) -> str:
@@ -277,8 +285,8 @@ class TorchRanks:
         values = [part.numpy().tobytes().decode().strip() for part in torch.split(every, VALUE_BYTES)]
         if others := [rank for rank, said in enumerate(values) if said != values[0]]:
             raise UserError(
-                f"{what}: {values[others[0]]} on {_named(others)}, {values[0]} on rank 0; all ranks must have the "
-                "same: give every node the same files"
+                f"{what}: {_named(others)} found {values[others[0]]}, but rank 0 found {values[0]}; all ranks must "
+                "have the same, so give every node the same files"
             )
 
     def share(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

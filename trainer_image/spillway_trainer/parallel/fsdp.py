@@ -59,11 +59,11 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
     """Raises UserError for what FSDP2 cannot shard, before it has memory."""
     where = "spec.parallelism.strategy = Fsdp"
     if world.size == 1:
-        raise UserError(f"{where}: one rank has nothing to shard; use Auto or Ddp")
+        raise UserError(f"{where}: a run with one rank has nothing to shard; use Auto or Ddp")
     if plan.parameters.streams or plan.parameters.order != "InOrder":
         raise UserError(
-            f"{where}: the plan streams parameters, or runs all micro-batches of a segment together, which this "
-            "strategy cannot do; plan the job again (spillway plan)"
+            f"{where}: the plan streams parameters from host memory or NVMe, or runs all micro-batches through one "
+            "layer before the next layer. This strategy can do neither; plan the job again (spillway plan)"
         )
     if plan.optimizer.overlap == "Backward":
         raise UserError(
@@ -78,15 +78,15 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
         dtypes = {str(named[name].dtype) for name in names if named[name].requires_grad}
         if len(dtypes) > 1:
             raise UserError(
-                f"{where}: segment {segment} trains parameters of {' and '.join(sorted(dtypes))}; FSDP2 "
-                "shards one type per segment; use Ddp"
+                f"{where}: layer group {segment} trains parameters of {' and '.join(sorted(dtypes))}, but FSDP2 "
+                "shards only one type per layer group; use Ddp, or one type"
             )
     trained = [parameter.shape for name, parameter in named.items() if parameter.requires_grad]
     sizes = [sum(cut_rows(shape, world.size)[rank].size for shape in trained) for rank in range(world.size)]
     if 0 in sizes:
         raise UserError(
-            f"{where}: rank {sizes.index(0)} of {world.size} would have no row of any trained parameter; use fewer "
-            "ranks, or Ddp"
+            f"{where}: rank {sizes.index(0)} of {world.size} would have no row of any trained parameter, because FSDP2 "
+            "shards parameters by rows; use fewer ranks, or Ddp"
         )
 
 

@@ -141,8 +141,7 @@ class ReducedGradients:
         if not self._peers.same(xxhash.xxh64_intdigest(brought.encode()) >> 1):
             first = slices[0].name if slices else "no parameter"
             raise UserError(
-                "strategies Zero1, Zero2 and Zero3 exchange each gradient as soon as it is ready, so gradients must "
-                f"be ready in the same order on all ranks, but rank {self._peers.world.rank} has a gradient (of "
-                f"{first}) that other ranks do not have at that point, because the model branches by its input or its "
-                "rank; use spec.parallelism.strategy: Ddp"
+                "spec.parallelism.strategy: Zero1, Zero2 and Zero3 need gradients in the same order on all ranks, but "
+                f"rank {self._peers.world.rank} has a gradient (of {first}) where other ranks have another one. The "
+                "model branches by its input or its rank; remove the branch, or use strategy Ddp"
             )

@@ -59,22 +59,22 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
     """Raises UserError for what a sharded model does not support, before it has memory."""
     where = f"spec.parallelism.strategy = {plan.strategy}"
     if world.size == 1:
-        raise UserError(f"{where}: one rank has nothing to shard; use Auto or Ddp")
+        raise UserError(f"{where}: a run with one rank has nothing to shard; use Auto or Ddp")
     if plan.parameters.streams or plan.parameters.order != "InOrder":
         raise UserError(
-            f"{where}: the plan streams parameters, or runs all micro-batches of a segment together, which this "
-            "strategy cannot do; plan the job again (spillway plan)"
+            f"{where}: the plan streams parameters from host memory or NVMe, or runs all micro-batches through one "
+            "layer before the next layer. This strategy can do neither; plan the job again (spillway plan)"
         )
     if plan.optimizer.overlap != "None":
         raise UserError(
-            f"{where}: spec.memory.advanced.optimizer.overlap: Forward does not work with this strategy, because the "
-            "next forward needs the updates of all ranks; use None or Auto"
+            f"{where}: spec.memory.advanced.optimizer.overlap must be None or Auto with this strategy, because the "
+            "next forward needs the updates of all ranks"
         )
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
         raise UserError(
-            f"{where}: every parameter must be trained with this strategy, but {frozen[0]} is frozen (by "
-            "spec.model.lora, if the job sets it); use strategy Ddp, or train every parameter"
+            f"{where}: this strategy must train every parameter, but {frozen[0]} is frozen (spec.model.lora also "
+            "freezes parameters); use strategy Ddp, or train every parameter"
         )
     dtypes = {str(parameter.dtype) for parameter in model.parameters()}
     if len(dtypes) > 1:

@@ -68,9 +68,9 @@ class ShardedOptimizer:
         for moments whose blocks the pieces would split."""
         if settings.moments is MomentType.INT8:
             raise UserError(
-                "training.optimizer.moments = int8: 256 consecutive values of a parameter share a scale, but Zero1, "
-                "Zero2, Zero3, Fsdp and adopted DeepSpeed engines may put them on different ranks; use Ddp, or "
-                "moments: bfloat16"
+                "spec.training.optimizer.moments = int8: 256 consecutive values of a parameter share a scale, but "
+                "Zero1, Zero2, Zero3, Fsdp and DeepSpeed engines given to adopt() may put these values on different "
+                "ranks; use Ddp, or moments: bfloat16"
             )
         self._own, self._division, self._peers = own, division, peers
         self._settings, self._flushes = settings, flushes

@@ -66,7 +66,9 @@ class Exporter(Collector):
         try:
             start_http_server(port, address, registry)
         except (OSError, OverflowError) as error:
-            raise UserError(f"metrics port {port}: {error}; give another one (spillway run --metrics-port)") from error
+            raise UserError(
+                f"metrics port {port}: cannot be opened: {error}; choose another port (spillway run --metrics-port)"
+            ) from error
 
     def step(self, step: StepMetrics) -> None:
         totals = self._totals

@@ -85,7 +85,7 @@ def bearer_token(path: Path) -> str:
     """Checked here: http.client's own error would quote the token, and the error goes to the log."""
     token = path.read_bytes().strip()
     if not token or not all(0x21 <= byte <= 0x7E for byte in token):
-        raise ValueError(f"{path}: one word of printable ASCII is needed, the ServiceAccount's token")
+        raise ValueError(f"{path}: must contain the ServiceAccount's token, one word of printable ASCII")
     return token.decode("ascii")
 
 
@@ -98,7 +98,8 @@ def endpoint(environment: Mapping[str, str]) -> Endpoint | None:
     token, ca = environment.get(TOKEN_VARIABLE), environment.get(CA_VARIABLE)
     if url is None or url.scheme not in ("http", "https") or not url.hostname or (url.scheme == "http" and token):
         raise UserError(
-            f"{URL_VARIABLE} = {text}: must be an https URL; the operator sets it, so remove your own value"
+            f"environment variable {URL_VARIABLE} = {text}: must be an https URL; the operator sets this variable, so "
+            "remove your own value"
         )
     return Endpoint(url, Path(token) if token else None, Path(ca) if ca else None)
 

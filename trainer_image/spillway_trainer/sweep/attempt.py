@@ -75,7 +75,7 @@ def check(job: JobFile, plan: MemoryPlan, world: World) -> None:
     planned, named = [one.name for one in plan.members], [one.name for one in job.spec.members]
     if planned != named:
         raise UserError(
-            f"the plan of {plan.job} has the members {', '.join(planned) or 'none'}, but the job has "
+            f"spec.members: the plan of {plan.job} is for the members {', '.join(planned) or 'none'}, but the job has "
             f"{', '.join(named)}; plan the job again (spillway plan)"
         )
     if plan.strategy != "Ddp":
@@ -122,7 +122,7 @@ class Sweep:
                 if not self._training and not self._next(now):
                     return self._end(now)
                 if self.stop.requested:
-                    raise Preempted("stopped on request between two turns; members resume from their checkpoints")
+                    raise Preempted("stopped on request; members resume from their checkpoints")
                 while (device := self._free_device()) is not None and (turn := self._next(now)):
                     self._start(turn, device)
                 for device in self.devices.ended():
@@ -292,10 +292,10 @@ class Sweep:
         ]
         if waiting:
             raise UserError(
-                f"members {', '.join(waiting)} wait for the end of a round of successive halving that another member "
-                f"has already passed, but {self.record.directory} has no {METRIC_WORDS[self.objective.metric]} of "
-                "that member for that round. Restore the sweep-*.json files of this directory, set spec.objective to "
-                "what it was when the members trained, or train the sweep in another directory"
+                f"members {', '.join(waiting)} wait for the end of a round of successive halving, but the "
+                f"{METRIC_WORDS[self.objective.metric]} that another member reported in this round is missing from "
+                f"{self.record.directory}. Restore the sweep-*.json files there, restore the earlier spec.objective, "
+                "or train the sweep in another directory"
             )
         num_complete = num_members - len(failures) - len(now.stops)
         stopped = f", {len(now.stops)} stopped" if now.stops else ""

@@ -76,8 +76,9 @@ def adopt(base: Base, model: Chain) -> None:
     if of_model != of_base:
         wrong = sorted(name for name in of_base.keys() | of_model if of_base.get(name) != of_model.get(name))
         raise UserError(
-            f"spec.members: in the plan, this member shares the frozen parameters of another member, but {wrong[0]} "
-            "differs between the two; plan the job again (spillway plan)"
+            "spec.members: by the plan, this member shares the frozen parameters of another member, but parameter "
+            f"{wrong[0]} is missing from one of the two models or differs in shape or dtype; plan the job again "
+            "(spillway plan)"
         )
     names = {id(parameter): name for name, parameter in own.items()}
 

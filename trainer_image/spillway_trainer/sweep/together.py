@@ -77,9 +77,7 @@ def take_round(training: Sequence[Trainee], stop: StopRequest, alone: Alone) -> 
                 preempted.append(one)
     if stopping and preempted:
         saved = ", ".join(f"step {one.progress.step}" for one in preempted)
-        raise Preempted(
-            f"stopped on request; the checkpoints of all members that trained together are committed: {saved}"
-        )
+        raise Preempted(f"stopped on request; all members that trained together have saved checkpoints: {saved}")
 
 
 def goes_on(one: Trainee, step: StepOnItsWay, alone: Alone) -> bool:

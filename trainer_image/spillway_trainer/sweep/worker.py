@@ -137,7 +137,7 @@ def turns(start: Start, stop: StopRequest, sweep: RemoteSweep, parking: Parking,
     while True:
         stop.at_once = True
         if stop.requested:
-            raise Preempted("stopped on request between two turns; members resume from their checkpoints")
+            raise Preempted("stopped on request; members resume from their checkpoints")
         message = sweep.receive()
         if isinstance(message, Finish):
             return

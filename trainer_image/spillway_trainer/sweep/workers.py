@@ -254,7 +254,9 @@ class Workers:
             print(f"the process of device {device} was killed", flush=True)
             self._end_all(early=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        raise WorkerLost(f"the process of device {device} ended with exit code {code}")
+        raise WorkerLost(
+            f"the training process of device {device} ended unexpectedly with exit code {code}; see the log of this run"
+        )
 
     def _take_rest(self) -> None:
         """What the workers still have to say, so that all they trained is on record. A stop that was asked for has no

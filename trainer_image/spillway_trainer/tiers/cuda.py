@@ -123,9 +123,9 @@ class CudaStreams:
     def compute(self) -> Stream:
         if torch._C._cuda_getCurrentRawStream(self.device.index) != self._compute.cuda_stream:
             raise RuntimeError(
-                f"{torch.cuda.current_stream(self.device)} is the current stream, but the trainer runs kernels on "
-                f"{self._compute} and orders its copies only with that stream; the model must not switch "
-                "streams"
+                f"spec.model: the model switched to CUDA stream {torch.cuda.current_stream(self.device)}, but the "
+                f"trainer orders its copies only with {self._compute}; remove the change of streams "
+                "(torch.cuda.stream) from the model"
             )
         return self._compute
 

@@ -61,8 +61,8 @@ class EncryptedFile:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the encrypted spill file of process {self._process} was written to in its child process "
-                f"{os.getpid()}; the two would encrypt different bytes with the same key and tweak. Open a separate "
-                "file in the child"
+                f"{os.getpid()}; the two processes would encrypt different data with the same key and tweak, which is "
+                "not safe. Open a separate spill file in the child process"
             )
         checksums: list[list[int]] = [[] for _ in writes]
         with self._writing:

@@ -201,7 +201,9 @@ def acquire(host: HostSlab, ledger: DeviceLedger, tier: Tier, nbytes: int, label
         ledger.charge(DEVICE_BUFFERS, nbytes)
         tensor = torch.empty(nbytes, dtype=torch.uint8)
         return Buffer(tier, tensor, label, lambda freed: ledger.release(DEVICE_BUFFERS, freed.numel()))
-    raise ValueError(f"{label}: a buffer lives in device or host memory, not in {tier}; NvmeSlab has the extents")
+    raise ValueError(
+        f"{label}: a buffer can only be in device or host memory, not in {tier}; use NvmeSlab.allocate for NVMe"
+    )
 
 
 class LentBuffer(Buffer):

@@ -573,7 +573,8 @@ class NvmeSlab:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the spill file of process {self._process} was used in its forked child {os.getpid()}; the two would "
-                "write to the same place. Start child processes before training begins, or with the method spawn"
+                "write to the same place. Start child processes before training begins, or with multiprocessing's "
+                "start method spawn"
             )
 
     def _close_files(self) -> None:

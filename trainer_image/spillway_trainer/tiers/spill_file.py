@@ -81,7 +81,9 @@ class SpillFile:
         call: SystemCall | None = None,
     ) -> None:
         if nbytes < 1 or num_threads < 1:
-            raise ValueError(f"a spill file of {nbytes} bytes on {num_threads} threads: both must be positive")
+            raise ValueError(
+                f"spill file of {nbytes} bytes with {num_threads} threads: both numbers must be at least 1"
+            )
         self.directory = Path(directory)
         self.nbytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         self._path = self.directory / f"slab-{secrets.token_hex(8)}" if listed and descriptor is None else None
@@ -141,8 +143,8 @@ class SpillFile:
                     _punch_hole(self._file, offset, nbytes)
             except OSError as error:
                 raise SpillIOError(
-                    f"{self.directory}: {format_bytes(nbytes)} of the spill file at offset {offset} cannot be given "
-                    f"back: {error.strerror} (errno {error.errno})",
+                    f"{self.directory}: the file system cannot free {format_bytes(nbytes)} of the spill file at offset "
+                    f"{offset}: {error.strerror} (errno {error.errno})",
                     errno=error.errno,
                     offset=offset,
                 ) from error
@@ -177,31 +179,34 @@ class SpillFile:
             )
         if offset % BLOCK_BYTES or tensor.numel() % BLOCK_BYTES or tensor.data_ptr() % BLOCK_BYTES:
             raise ValueError(
-                f"{label}: offset {offset}, {tensor.numel()} bytes at address {tensor.data_ptr():#x} are not all "
-                f"multiples of {BLOCK_BYTES}"
+                f"{label}: offset {offset}, size {tensor.numel()} and memory address {tensor.data_ptr():#x} must all "
+                f"be multiples of {BLOCK_BYTES} bytes"
             )
         if offset < 0 or offset + tensor.numel() > self.nbytes:
-            raise ValueError(f"{label}: bytes {offset} to {offset + tensor.numel()} lie outside {self.nbytes}")
+            raise ValueError(
+                f"{label}: bytes {offset} to {offset + tensor.numel()} lie outside the spill file ({self.nbytes} bytes)"
+            )
 
     def _raise(self, direction: Direction, transfer: IoRequest, label: str) -> NoReturn:
         verb = "write" if direction is Direction.WRITE else "read"
-        where = f"{self.directory}: {verb} of {label or 'an extent'} at offset {transfer.error_offset}"
+        where = f"{self.directory}: {verb} of {label or 'spilled data'} at offset {transfer.error_offset}"
         details = {"label": label, "offset": transfer.error_offset}
         if transfer.failure is TransferFailure.CHECKSUM_MISMATCH:
             raise SpillIOError(
                 f"{where}: the {transfer.tensor.numel()} bytes that were read differ from those written (checksum: "
-                f"expected {transfer.checksum:#010x}, found {transfer.found:#010x}); the device or its driver is "
-                "faulty",
+                f"expected {transfer.checksum:#010x}, found {transfer.found:#010x}); the disk or its driver is "
+                "faulty, so use another disk",
                 **details,
             )
         if transfer.failure is TransferFailure.END_OF_FILE:
-            raise SpillIOError(f"{where}: the file ended early; something truncated the spill file", **details)
+            raise SpillIOError(f"{where}: the file ended early, because the spill file was truncated", **details)
         if transfer.os_error in _VOLUME_FULL:
             raise _volume_full(
                 self.directory, transfer.tensor.numel(), transfer.os_error, label, offset=transfer.error_offset
             )
         raise SpillIOError(
-            f"{where}: {os.strerror(transfer.os_error)} (errno {transfer.os_error}); see the kernel log for the device",
+            f"{where}: {os.strerror(transfer.os_error)} (errno {transfer.os_error}); see the kernel log (dmesg) for "
+            "errors of this disk",
             errno=transfer.os_error,
             **details,
         )
@@ -278,7 +283,9 @@ def _preallocate(file: int, directory: Path, nbytes: int) -> None:
             os.ftruncate(file, 0)
         if error.errno in _VOLUME_FULL:
             raise _volume_full(directory, nbytes, error.errno, "the spill file") from error
-        raise SpillIOError(f"{directory}: allocating {nbytes} bytes: {error.strerror}", errno=error.errno) from error
+        raise SpillIOError(
+            f"{directory}: cannot allocate {nbytes} bytes for the spill file: {error.strerror}", errno=error.errno
+        ) from error
 
 
 def refuse_beyond_the_process_limit(directory: Path, nbytes: int) -> None:
@@ -325,8 +332,8 @@ def _volume_full(
     free = _free_bytes(directory)
     where = "" if offset is None else f" at offset {offset}"
     return SpillVolumeFull(
-        f"{directory}: no room for {label or 'an extent'}{where} ({os.strerror(os_error)}, errno {os_error}): {wanted} "
-        f"bytes ({format_bytes(wanted)}) are needed, {free} bytes ({format_bytes(free)}) are free; "
+        f"{directory}: no room for {label or 'spilled data'}{where} ({os.strerror(os_error)}, errno {os_error}): "
+        f"{wanted} bytes ({format_bytes(wanted)}) are needed, {free} bytes ({format_bytes(free)}) are free; "
         f"{_WHAT_HELPS.get(os_error, 'free some space')}, give another directory, or lower spec.memory.budget.nvme",
         label=label,
         wanted_bytes=wanted,

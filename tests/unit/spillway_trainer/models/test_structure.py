@@ -126,14 +126,18 @@ def failing(body: Body, x: Tensor) -> Any:
 
 
 NO_CHAINS: dict[Callable[[Body, Tensor], Any], str] = {
-    in_reverse: "its forward calls its 2 layers in the order 1, 0",
-    with_a_layer_left_out: "its forward calls its 2 layers in the order 0",
+    in_reverse: "its forward must call its 2 layers in order, each once, but calls layers: 1, 0",
+    with_a_layer_left_out: "its forward must call its 2 layers in order, each once, but calls layers: 0",
     scaled_between: r"the input of model\.layers\.1 is not the output of the layer before it",
-    scaled_after: "on a small copy of the model, its layers, called one by one, give other logits than its forward",
-    with_a_shared_tensor: r"model\.layers\.0 gets a second tensor that needs a gradient",
-    with_a_shared_cache: r"model\.layers\.0 gets a Body as an argument, through which layers could share state",
-    with_a_dictionary: "it has no base model below its head that returns last_hidden_state",
-    failing: "a small copy of it fails: RuntimeError: no kernel",
+    scaled_after: (
+        "in a trial run of a small copy, calling the layers one by one gave other logits than the model's forward"
+    ),
+    with_a_shared_tensor: (
+        r"model\.layers\.0 gets a second input that needs a gradient, but gradients can pass only through hidden states"
+    ),
+    with_a_shared_cache: r"model\.layers\.0 gets an argument of type Body, through which layers could share state",
+    with_a_dictionary: "it has no submodule that contains all layers and returns last_hidden_state",
+    failing: "a trial run of a small copy failed: RuntimeError: no kernel",
 }
 
 
@@ -141,7 +145,7 @@ NO_CHAINS: dict[Callable[[Body, Tensor], Any], str] = {
 def test_a_model_that_is_no_chain_is_rejected_with_what_was_found(
     run: Callable[[Body, Tensor], Any], found: str
 ) -> None:
-    words = rf"Model: cannot be cut into a chain of layers: {found}\. Declare its segments as a Chain in an entry point"
+    words = rf"Model: Spillway cannot run the layers of this model one by one: {found}\. Write a Python function"
     with pytest.raises(UserError, match=words):
         structure_of(model_of(run))
 
@@ -157,7 +161,10 @@ def test_encoder_decoders_and_layers_that_are_used_again_are_rejected() -> None:
     with torch.device("meta"):
         albert = AlbertForMaskedLM(AlbertConfig(**SIZES))
         bart = BartForCausalLM(BartConfig(is_encoder_decoder=True))
-    with pytest.raises(UserError, match=r"one list of 3 layers, but its lists are: albert\.\S+_layer_groups of 1"):
+    with pytest.raises(
+        UserError,
+        match=r"one nn\.ModuleList of 3 layers .*, but its lists are: albert\.\S+_layer_groups of length 1",
+    ):
         structure_of(albert)
     bart.config.is_encoder_decoder = True
     with pytest.raises(UserError, match="it has an encoder and a decoder"):
@@ -167,7 +174,7 @@ def test_encoder_decoders_and_layers_that_are_used_again_are_rejected() -> None:
 def test_what_a_chain_would_leave_out_is_rejected() -> None:
     mixtral, opt = of_structure("mixtral"), of_structure("opt")
     mixtral.config.output_router_logits = True
-    with pytest.raises(UserError, match=r"output_router_logits is true, .*: set output_router_logits to false"):
+    with pytest.raises(UserError, match=r"output_router_logits is true, .*; set output_router_logits to false"):
         structure_of(mixtral)
     opt.config.layerdrop = 0.1
     with pytest.raises(UserError, match=r"layerdrop is 0\.1, but skipping layers at random is not supported"):

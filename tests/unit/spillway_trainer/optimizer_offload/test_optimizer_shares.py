@@ -103,7 +103,7 @@ def test_a_stride_streams_every_kth_chunk_and_the_cpu_updates_the_others(every: 
 
 @pytest.mark.parametrize("every", [-2, 0, 1, 11])
 def test_a_stride_that_nobody_ran_is_refused(every: int) -> None:
-    with pytest.raises(ValueError, match=f"stride {every}: every 2nd to 10th"):
+    with pytest.raises(ValueError, match=f"stride {every}: must be from 2 to 10"):
         stride(every)
 
 

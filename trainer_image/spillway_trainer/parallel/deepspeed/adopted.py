@@ -267,7 +267,8 @@ def _kind(key: str | None) -> str:
     """DeepSpeed's word for a state, None being the float32 parameter. Raises UserError."""
     if key not in (None, *MOMENTS):
         raise UserError(
-            f"optimizer state {key}: not known; an engine that Spillway has adopted has {', '.join(MOMENTS)}"
+            f"optimizer state {key}: unknown; a DeepSpeed engine given to Spillway's adopt() has only the states "
+            f"{', '.join(MOMENTS)}"
         )
     return key or MASTER
 
@@ -291,8 +292,8 @@ class Adopted:
         rates = {group["lr"] for group in self.optimizer.param_groups}
         if len(rates) != 1:
             raise UserError(
-                f"DeepSpeed's parameter groups have learning rates {sorted(rates)}; an adopted engine needs the same "
-                "learning rate in all groups"
+                f"DeepSpeed's parameter groups have learning rates {sorted(rates)}, but an engine given to "
+                "Spillway's adopt() supports only one; set the same learning rate in all groups"
             )
         self.before_update()
         self._global_grad_norm = self.spillway.step(float(rates.pop()), self.clip_grad)
@@ -363,7 +364,7 @@ class Adopted:
 
     def own_flats(self) -> list[Tensor]:
         """DeepSpeed's float32 tensors of this rank, one a group."""
-        raise TypeError("one of the two stages has it")
+        raise TypeError("own_flats: defined only in AdoptedStages1And2 and AdoptedStage3; use one of these classes")
 
     def link(self) -> None:
         """DeepSpeed's views of these tensors point into them again."""
@@ -429,8 +430,8 @@ def _set_full(parameter: Any, value: Tensor, optim_state_key: str | None = None)
 
 def _no_gradient(parameter: object, *arguments: object) -> Tensor:
     raise UserError(
-        "gradients of an adopted engine are sums in Spillway's accumulators, which DeepSpeed's accessors "
-        "cannot read: read parameter.grad in your own hook"
+        "DeepSpeed's functions cannot read or set gradients of an engine given to adopt(), because Spillway "
+        "holds the gradients; read parameter.grad in a hook of your own"
     )
 
 

@@ -38,9 +38,9 @@ def check_version(version: str) -> None:
     numbers = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdecimal())
     if not FIRST_VERSION <= numbers < TOO_NEW_VERSION:
         raise UserError(
-            f"DeepSpeed {version}: strategies Zero1, Zero2 and Zero3 work only with versions from "
-            f"{_dotted(FIRST_VERSION)} to below {_dotted(TOO_NEW_VERSION)}; install one of these, or use "
-            "spec.parallelism.strategy: Ddp"
+            f"DeepSpeed {version}: strategies Zero1, Zero2 and Zero3 work only with DeepSpeed "
+            f"{_dotted(FIRST_VERSION)} or later, below {_dotted(TOO_NEW_VERSION)}; install a version in this range, or "
+            "set spec.parallelism.strategy: Ddp"
         )
 
 
@@ -51,7 +51,9 @@ def check_engine(engine: Engine) -> None:
     check_version(deepspeed.__version__)
     wrong = [f"  {rule.field}: {said}; {rule.instead}" for rule in SUPPORT if (said := rule.found(engine))]
     if wrong:
-        raise UserError("this DeepSpeed engine cannot be adopted:\n" + "\n".join(wrong))
+        raise UserError(
+            "adopt(): Spillway does not support these settings of the DeepSpeed engine:\n" + "\n".join(wrong)
+        )
 
 
 def check_settings(engine: Engine, settings: Hyperparameters) -> None:
@@ -62,8 +64,8 @@ def check_settings(engine: Engine, settings: Hyperparameters) -> None:
     ours = (settings.beta1, settings.beta2, settings.eps)
     if theirs != ours or decays not in ([], [settings.weight_decay]):
         raise UserError(
-            f"this DeepSpeed engine's AdamW has betas and eps {theirs} and weight_decay {decays}; adopt was given "
-            f"{ours} and {settings.weight_decay}: give both the same"
+            f"adopt(): this DeepSpeed engine's AdamW has (beta1, beta2, eps) {theirs} and weight_decay {decays}, but "
+            f"adopt() was given {ours} and {settings.weight_decay}; use the same values for the engine and for adopt()"
         )
 
 
