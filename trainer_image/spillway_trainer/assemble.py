@@ -395,7 +395,7 @@ def refuse_lean(plan: MemoryPlan) -> None:
     elif plan.strategy not in LEAN_STRATEGIES:
         why = (
             f"with strategy {plan.strategy}, a rank (training process) has the whole parameters of only one segment "
-            "(layer group) at a time"
+            "(group of layers) at a time"
         )
     else:
         return
@@ -410,7 +410,7 @@ def refuse_streaming(plan: MemoryPlan) -> None:
     if plan.parameters.streams or plan.parameters.order != "InOrder":
         raise UserError(
             f"the plan of {plan.job} has memory.mode Disabled, but it streams parameters, or runs all micro-batches "
-            "through one segment (layer group) before the next segment, which Disabled cannot do; set "
+            "through one segment (group of layers) before the next segment, which Disabled cannot do; set "
             "spec.memory.mode: Auto and plan the job again (spillway plan)"
         )
 

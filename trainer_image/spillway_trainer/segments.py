@@ -96,14 +96,14 @@ def writing_nothing(segment: str, module: nn.Module, inputs: Sequence[object]) -
     for name, (buffer, version) in buffers.items():
         if now.get(name) is not buffer or buffer._version != version:
             raise UserError(
-                f"spec.model: the forward of layer group {segment} writes its buffer {name}, but recomputation would "
-                "write the buffer twice, and checkpoints do not store buffers. Let forward only read buffers (the only "
+                f"spec.model: the forward of segment {segment} (a group of layers) writes its buffer {name}, but "
+                "recomputation would write the buffer twice, and checkpoints do not store buffers. Let forward only read buffers (the only "
                 "exception: the running statistics of torch's BatchNorm1d to BatchNorm3d)"
             )
     if any(value._version != version for value, version in given):
         raise UserError(
-            f"spec.model: the forward of layer group {segment} changes its input in place, but recomputation needs "
-            "that input again; create a new tensor (x * 2 instead of x.mul_(2))"
+            f"spec.model: the forward of segment {segment} (a group of layers) changes its input in place, but "
+            "recomputation needs that input again; create a new tensor (x * 2 instead of x.mul_(2))"
         )
 
 

@@ -418,7 +418,9 @@ def test_a_segment_that_does_something_else_the_second_time_raises() -> None:
         return x.sin().sum() if len(calls) == 1 else x.sin().cos().sum()
 
     loss = Run(Policy.RECOMPUTE)(fickle, leaf())
-    with pytest.raises(RuntimeError, match=r"layer group s: its forward saved .* the same operations each time"):
+    with pytest.raises(
+        RuntimeError, match=r"segment s \(a group of layers\): its forward saved .* the same operations each time"
+    ):
         loss.backward()
 
 

@@ -290,9 +290,9 @@ class Running(nn.Module):
 
 
 WRITES: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
-    "its input": (Doubled, "layer group block1 changes its input in place"),
-    "a buffer": (Running, "layer group block1 writes its buffer mean"),
-    "another buffer": (partial(Running, anew=True), "layer group block1 writes its buffer mean"),
+    "its input": (Doubled, r"segment block1 \(a group of layers\) changes its input in place"),
+    "a buffer": (Running, r"segment block1 \(a group of layers\) writes its buffer mean"),
+    "another buffer": (partial(Running, anew=True), r"segment block1 \(a group of layers\) writes its buffer mean"),
 }
 
 

@@ -86,7 +86,7 @@ def build(  # noqa: PLR0913 - the parts that it joins
     if plan.answers and len(plan.answers) != len(segments):
         raise ValueError(
             f"the plan has activation policies for {len(plan.answers)} segments, but the model has {len(segments)} "
-            "segments (layer groups); plan the job again (spillway plan)"
+            "segments (groups of layers); plan the job again (spillway plan)"
         )
     if Policy.NVME in {*plan.uses, inputs}:
         if nvme is None:

@@ -78,8 +78,8 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
         dtypes = {str(named[name].dtype) for name in names if named[name].requires_grad}
         if len(dtypes) > 1:
             raise UserError(
-                f"{where}: layer group {segment} trains parameters of {' and '.join(sorted(dtypes))}, but FSDP2 "
-                "shards only one type per layer group; use Ddp, or one type"
+                f"{where}: segment {segment} trains parameters of {' and '.join(sorted(dtypes))}, but FSDP2 "
+                "shards only one type per segment (group of layers); use Ddp, or one type"
             )
     trained = [parameter.shape for name, parameter in named.items() if parameter.requires_grad]
     sizes = [sum(cut_rows(shape, world.size)[rank].size for shape in trained) for rank in range(world.size)]

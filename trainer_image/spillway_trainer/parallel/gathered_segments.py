@@ -76,8 +76,8 @@ class GatheredSegments:
         check_version(ref, whole._version)
         if not whole.untyped_storage().size() and whole.numel():
             raise RuntimeError(
-                f"parameter {ref.name}: the loss uses this parameter outside its own layer group, but FSDP2 has "
-                "already freed it after backward of that layer group; set spec.parallelism.strategy: Ddp"
+                f"parameter {ref.name}: the loss uses this parameter outside its own segment (group of layers), but "
+                "FSDP2 has already freed it after backward of that segment; set spec.parallelism.strategy: Ddp"
             )
         return whole.detach().as_strided(ref.size, ref.stride, ref.offset)
 

@@ -274,7 +274,7 @@ REFUSED_BY_FSDP: dict[str, tuple[MemoryPlan, Chain, World]] = {
         World(size=2),
     ),
     "parameter scale is a scalar": (FSDP, scalar(), World(size=2)),
-    "layer group one trains parameters of torch.bfloat16 and torch.float32": (FSDP, of_several_types(), World(size=2)),
+    "segment one trains parameters of torch.bfloat16 and torch.float32": (FSDP, of_several_types(), World(size=2)),
     "rank 4 of 5 would have no row": (FSDP, OfSegments(), World(size=5)),
 }
 
