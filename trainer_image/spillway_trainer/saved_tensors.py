@@ -277,8 +277,8 @@ class RecomputedSegment:
         if found != self._saved:
             raise RuntimeError(
                 f"segment {self._keeper.segment} (a group of layers): its forward saved {len(self._saved)} "
-                f"tensors, but saved {len(found)} or different ones when it was recomputed in backward. Make the forward do the same "
-                "operations each time, with random numbers only from torch's generator, or set "
+                f"tensors, but saved {len(found)} or different ones when it was recomputed in backward. Make the "
+                "forward do the same operations each time, with random numbers only from torch's generator, or set "
                 "spec.memory.advanced.activations.policy: Keep."
             )
         return values
@@ -315,7 +315,8 @@ class RecomputedTensor:
 def _never_unpacked(_: None) -> Tensor:
     raise RuntimeError(
         "a segment (group of layers) that is recomputed in backward computes gradients inside its own forward (for "
-        "example a gradient penalty), which recomputation does not support. Set spec.memory.advanced.activations.policy: Keep."
+        "example a gradient penalty), which recomputation does not support. Set "
+        "spec.memory.advanced.activations.policy: Keep."
     )
 
 

@@ -97,7 +97,8 @@ def writing_nothing(segment: str, module: nn.Module, inputs: Sequence[object]) -
         if now.get(name) is not buffer or buffer._version != version:
             raise UserError(
                 f"spec.model: the forward of segment {segment} (a group of layers) writes its buffer {name}, but "
-                "recomputation would write the buffer twice, and checkpoints do not store buffers. Let forward only read buffers (the only "
+                "recomputation would write the buffer twice, and checkpoints do not store buffers. Let forward only "
+                "read buffers (the only "
                 "exception: the running statistics of torch's BatchNorm1d to BatchNorm3d)"
             )
     if any(value._version != version for value, version in given):
