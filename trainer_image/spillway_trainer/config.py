@@ -98,8 +98,8 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
     if found := [what for what, is_wrong in wrong.items() if is_wrong]:
         raise UserError(
             f"the plan of {plan.job} has {'; '.join(found)}, but the job has {num_segments} segments (groups of "
-            f"layers), a global batch of {spec.training.global_batch_size} sequences and {job.world_size} ranks; plan the job "
-            "again (spillway plan)"
+            f"layers), a global batch of {spec.training.global_batch_size} sequences and {job.world_size} ranks; plan "
+            "the job again (spillway plan)"
         )
     if plan.device == "Cuda" and plan.strategy != "Ddp":
         raise UserError(

@@ -383,7 +383,8 @@ def _fill(
             masks.append(files.write(directory / f"mask-{len(masks):05d}.bin", [chat.take_mask(len(shard)).data]))
         shards.append(files.write(directory / f"tokens-{len(shards):05d}.bin", [shard.data]))
     if not num_tokens:
-        raise UserError(f"spec.data: {source} holds no {'chat' if chat else f'text: {tally.sentence()}'}")
+        skipped = f": {tally.sentence()}" if tally.sentence() else ""
+        raise UserError(f"spec.data: {source} contains no {'chat' if chat else f'text{skipped}'}")
     documents = np.array(chat.documents, dtype="<i8") if chat else None
     index = CorpusIndex(
         num_tokens=num_tokens,
