@@ -172,7 +172,11 @@ def calibrate(  # noqa: PLR0913, PLR0917 - one argument per option
     ] = False,
     runs: Annotated[
         list[Path] | None,
-        typer.Option("--from", metavar="RUN", help="Correct the rates from this run, a directory; repeatable."),
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Directory of a run, whose measured step times correct the hardware's rates. May be given repeatedly.",
+        ),
     ] = None,
     image: Annotated[
         str | None, typer.Option(metavar="IMAGE", help="Trainer image for the Job that measures a cluster node.")
@@ -406,7 +410,9 @@ def import_(  # noqa: PLR0913, PLR0917 - one argument per option
     device: DeviceOption = None,
     host: HostOption = None,
     nvme: NvmeOption = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the later runs, as in run --ranks.")] = 1,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Ranks with which the imported checkpoint will be trained on, as in run --ranks.")
+    ] = 1,
     output: FormatOption = Format.TEXT,
 ) -> None:
     from . import import_command  # noqa: PLC0415

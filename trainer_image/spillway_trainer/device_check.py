@@ -90,7 +90,9 @@ def check_lanes(lanes: Lanes) -> None:
         for one in buffer:
             lanes.release(one, after=events)
     if wrong:
-        raise fault(f"test chunk {wrong[0]} of {NUM_CHUNKS} came back from the device with different values")
+        raise fault(
+            f"block {wrong[0]} of {NUM_CHUNKS} test blocks was copied to the device and came back with wrong values"
+        )
 
 
 def numbers(seed: int) -> Tensor:

@@ -144,7 +144,8 @@ class SpillFile:
             except OSError as error:
                 raise SpillIOError(
                     f"{self.directory}: the file system cannot free {format_bytes(nbytes)} of the spill file at offset "
-                    f"{offset}: {error.strerror} (errno {error.errno})",
+                    f"{offset}: {error.strerror} (errno {error.errno}); use a file system that supports hole punching "
+                    "(ext4, XFS)",
                     errno=error.errno,
                     offset=offset,
                 ) from error
