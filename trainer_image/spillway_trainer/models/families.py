@@ -176,7 +176,7 @@ def _check_counts(directory: ModelDirectory, where: str) -> None:
     for name, most in {**layers, "num_labels": MOST_LABELS}.items():
         count = directory.config.get(name)
         if isinstance(count, int | float) and count > most:
-            raise UserError(f"{where}: {name} is {count}, but may be at most {most} in this directory; lower it")
+            raise UserError(f"{where}: {name} is {count}, but this model may have at most {most}; lower {name}")
 
 
 def _check_sizes(document: Mapping[str, Any], where: str) -> None:
