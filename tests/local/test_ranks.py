@@ -199,11 +199,11 @@ def one_of_two(reference: Reference, output: Path, rank: int, **environment: str
     return started
 
 
-@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1"), (1, "rank 0")])
+@pytest.mark.parametrize(("rank", "missing"), [(0, "for rank 1"), (1, "connect to rank 0")])
 def test_a_rank_that_never_comes_is_named(reference: Reference, tmp_path: Path, rank: int, missing: str) -> None:
     (ended,) = one_of_two(reference, tmp_path, rank, SPILLWAY_RENDEZVOUS_SECONDS="0.5").join()
     assert (ended.exit_code, ended.termination["follower"]) == (1, True), ended.log
-    assert f"for {missing}" in ended.termination["message"]
+    assert missing in ended.termination["message"]
 
 
 @pytest.mark.parametrize("early", [0, 1])

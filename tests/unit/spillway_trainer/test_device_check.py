@@ -86,7 +86,7 @@ def test_a_copy_that_loses_a_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         dst[-1] = 0
 
     monkeypatch.setattr(kernels, "copy", copy)
-    with pytest.raises(DeviceFault, match="block 0 of 6 test blocks was copied to the device and came back with wrong values"):
+    with pytest.raises(DeviceFault, match=r"block 0 of 6 test blocks .* came back with wrong values"):
         check()
 
 

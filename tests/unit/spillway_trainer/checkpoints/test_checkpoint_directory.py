@@ -363,7 +363,7 @@ def test_a_tensor_in_a_file_that_the_manifest_does_not_list_is_a_problem(tmp_pat
 def test_a_directory_of_another_job_is_not_written(tmp_path: Path) -> None:
     mine, other = Owner("team", "mine", "uid-1"), Owner("team", "other", "uid-2")
     Epoch.start(tmp_path, 1, owner=mine)
-    with pytest.raises(UserError, match=r"TrainingJob team/mine \(uid uid-1\); give this job another"):
+    with pytest.raises(UserError, match=r"TrainingJob, team/mine \(uid uid-1\); set another spec.checkpoint.subPath"):
         Epoch.start(tmp_path, 2, owner=other)
     assert not (tmp_path / "epoch-2.json").exists()
     Epoch.start(tmp_path, 2, owner=mine)

@@ -512,7 +512,7 @@ def job(directory: Path, **training: Any) -> JobFile:
             {"betas": (0.9, 0.999)},
             r"computed with betas \(0\.9, 0\.999\), .*optimizer\.betas are \(0\.9, 0\.95\)",
         ),
-        ({}, r"belongs to another model; 42 parameters differ"),
+        ({}, r"belongs to another model than spec.model; 42 parameters differ"),
     ],
 )
 def test_import_refuses_what_the_job_cannot_go_on_from_and_writes_nothing(

@@ -249,8 +249,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a rate that is none": (configured(resid_pdrop=1.5), NO_MODEL + "ValueError"),
     "an attention that is not installed": (configured(attn_implementation="flash_attention_2"), NO_MODEL),
     "an unknown type": (configured(dtype="nope"), "not a valid configuration of GPT2LMHeadModel"),
-    "labels without end": (configured(num_labels=10**8), "but may be at most 100000"),
-    "layers without end": (configured(n_layer=10**8), r"n_layer is 100000000, but may be at most \d+"),
+    "labels without end": (configured(num_labels=10**8), "but this model may have at most 100000"),
+    "layers without end": (configured(n_layer=10**8), r"n_layer is 100000000, but this model may have at most \d+"),
 }  # fmt: skip
 
 
