@@ -63,9 +63,10 @@ class Shown:
     start: float
     end: float
 
-    def ask(self, expression: str, legend: str) -> list[Curve]:
+    def ask(self, expression: str, legend: str, *, at_the_end: bool = False) -> list[Curve]:
         step = (self.end - self.start) / SAMPLES
-        asked = urlencode({"query": expression, "start": self.start, "end": self.end, "step": f"{step:.3f}"})
+        start = self.end if at_the_end else self.start
+        asked = urlencode({"query": expression, "start": start, "end": self.end, "step": f"{step:.3f}"})
         with urlopen(f"{self.url}/api/v1/query_range?{asked}") as answer:
             found = json.load(answer)["data"]["result"]
         curves = []
@@ -94,7 +95,7 @@ def panel(model: dict[str, Any], shown: Shown, marks: list[tuple[float, str]], f
     curves = [
         curve
         for target in model["targets"]
-        for curve in shown.ask(_filled(target["expr"], fill), target["legendFormat"])
+        for curve in shown.ask(_filled(target["expr"], fill), target["legendFormat"], at_the_end=target["instant"])
     ]
     parts = [
         f'<rect x="{left}" y="{top}" width="{width}" height="{height}" rx="3" fill="#fff" stroke="#ddd"/>',
@@ -110,7 +111,7 @@ def panel(model: dict[str, Any], shown: Shown, marks: list[tuple[float, str]], f
     elif model["type"] == "table":
         parts += _table(curves, inside, FORMATS[defaults["unit"]])
     else:
-        stacked = defaults["custom"].get("stacking", {}).get("mode") == "normal"
+        stacked = defaults.get("custom", {}).get("stacking", {}).get("mode") == "normal"
         parts += _graph(_stacked(curves) if stacked else curves, inside, FORMATS[defaults["unit"]], limit, shown, marks)
     return parts
 
@@ -138,7 +139,8 @@ def _stat(
 def _table(curves: list[Curve], place: tuple[int, int, int, int], form: Callable[[float], str]) -> list[str]:
     left, top, width, height = place
     heads = [*curves[0].labels, "Value"]
-    rows = [[*curve.labels.values(), form(curve.samples[-1][1])] for curve in curves]
+    longest_first = sorted(curves, key=lambda curve: -curve.samples[-1][1])
+    rows = [[*curve.labels.values(), form(curve.samples[-1][1])] for curve in longest_first]
     parts = []
     for number, row in enumerate([heads, *rows][: height // 18]):
         for column, words in enumerate(row):

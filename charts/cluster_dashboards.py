@@ -20,8 +20,8 @@ def of_fleet(metric: Metric, **labels: str) -> str:
 
 
 def in_range(by: str, metric: Metric, **labels: str) -> str:
-    """What was counted in the time range shown."""
-    return f"sum by ({by}) (increase({of_fleet(metric, **labels)}[{RANGE}]))"
+    """What was counted in the time range shown, without zeros."""
+    return f"sum by ({by}) (increase({of_fleet(metric, **labels)}[{RANGE}])) > 0"
 
 
 def quantiles(metric: Metric, chosen: str) -> tuple[Query, ...]:
@@ -113,12 +113,12 @@ SERVICE = Row(
         ),
         Panel(
             "Goodput by namespace",
-            "Share of the device-seconds that went into steps that are saved in a checkpoint.",
+            "Share of the device-seconds of the last half hour that went into steps that are saved in a checkpoint.",
             "percentunit",
             (
                 Query(
-                    f"sum by (namespace) (rate({COMMITTED}[{RATE_WINDOW}])) / "
-                    f"(sum by (namespace) (rate({HELD}[{RATE_WINDOW}])) > 0)",
+                    f"clamp_max(sum by (namespace) (rate({COMMITTED}[30m])) / "
+                    f"(sum by (namespace) (rate({HELD}[30m])) > 0), 1)",
                     "{{namespace}}",
                 ),
             ),

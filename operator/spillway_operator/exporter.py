@@ -21,7 +21,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from spillway import metrics
-from spillway.feedback.retries import NODE_LOST
+from spillway.errors import ExitCode
+from spillway.feedback.retries import MEMORY_ERRORS, RETRIES
 from spillway.metrics import JOB_LABEL, MOST_NAMESPACES, NAMESPACE_LABEL, OTHER, Metric
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -39,6 +40,14 @@ LONG_SECONDS = (10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 
 Values = Mapping[tuple[str, ...], float]
 """By the values of a metric's labels."""
+
+
+EXPECTED_REASONS = {
+    metrics.OPERATOR_ATTEMPTS_ENDED: (*RETRIES, ExitCode.COMPLETED.reason, ExitCode.USER_ERROR.reason),
+    metrics.OPERATOR_LADDER_STEPS: tuple(MEMORY_ERRORS),
+    metrics.OPERATOR_LOST_STEPS: tuple(RETRIES),
+}
+"""Of these, each namespace has series from the beginning."""
 
 
 class OperatorExporter(Collector):
@@ -137,5 +146,7 @@ class OperatorExporter(Collector):
             for level in self._levels.values():
                 level.remove_by_labels({NAMESPACE_LABEL: gone})
         self._namespaces[name] = None
-        self._levels[metrics.OPERATOR_ATTEMPTS_ENDED.name].labels(name, NODE_LOST)  # 0, so that a rate sees the first
+        for metric, reasons in EXPECTED_REASONS.items():
+            for reason in reasons:
+                self._levels[metric.name].labels(name, reason)  # 0, so that a rate sees the first
         return name

@@ -36,7 +36,7 @@ COLUMNS = 24
 UNITS = {"short", "s", "bytes", "Bps", "percentunit"}
 KEYWORDS = {
     "max", "min", "sum", "avg", "count", "by", "rate", "increase", "deriv", "resets", "time", "offset", "or", "vector",
-    "topk", "bottomk", "sort_desc", "histogram_quantile", "label_replace",
+    "topk", "bottomk", "clamp_max", "sort_desc", "histogram_quantile", "label_replace",
 }  # fmt: skip
 
 

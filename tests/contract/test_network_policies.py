@@ -284,7 +284,13 @@ def test_nothing_else_passes_into_or_out_of_a_trainer(major: str) -> None:
     into = {(source, port) for source, target, port in found if target == "trainer" and source not in ranks}
     assert into == {("Prometheus", 9400)}
     out = {(target, port) for source, target, port in found if source == "trainer" and target not in ranks}
-    elsewhere = set(ends(rendered(major, NARROW))) - {*ranks, "operator", "node exporter", "a trainer elsewhere", "an inspection"}
+    elsewhere = set(ends(rendered(major, NARROW))) - {
+        *ranks,
+        "operator",
+        "node exporter",
+        "a trainer elsewhere",
+        "an inspection",
+    }
     assert out == {("operator", 8443), *((target, 53) for target in elsewhere)}
 
 

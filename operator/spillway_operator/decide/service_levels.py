@@ -17,6 +17,7 @@ from spillway.api.status import Attempts, CheckpointStatus, Progress, TrainingJo
 from spillway.errors import RANK_CRASHED, ExitCode
 from spillway.metrics import Metric
 from spillway.plan import Tier
+from spillway.units import parse_quantity
 
 from . import conditions as c
 from .acceptance import given
@@ -111,10 +112,10 @@ def fleet_of(jobs: Iterable[JobObject], now: float) -> dict[Metric, dict[tuple[s
         ended.append((-sum(numbers.values()), job.key, numbers))
         if _is(found, c.RUNNING):
             for tier in Tier:
-                planned, peak = (given(status, f"{where}.{tier.value}") for where in ("plan.bytes", "memory.peak"))
-                if whole(peak, 0):  # it has reported
+                planned, peak = (_bytes(given(status, f"{at}.{tier.value}")) for at in ("plan.bytes", "memory.peak"))
+                if peak:  # it has reported
                     ranks = num_ranks(json.loads(job.spec))
-                    wasted[job.namespace, tier.value] += ranks * max(0, whole(planned, 0) - peak)
+                    wasted[job.namespace, tier.value] += ranks * max(0, planned - peak)
     worst = nsmallest(MOST_JOBS, ended, key=lambda one: one[:2])
     return {
         metrics.OPERATOR_JOBS: dict(states),
@@ -122,6 +123,14 @@ def fleet_of(jobs: Iterable[JobObject], now: float) -> dict[Metric, dict[tuple[s
         metrics.OPERATOR_JOB_PROBLEM: {key: -negated for _, negated, key in nsmallest(MOST_JOBS, problems)},
         metrics.OPERATOR_JOB_ENDED_ATTEMPTS: {(*key, kind): n for _, key, of in worst for kind, n in of.items()},
     }
+
+
+def _bytes(quantity: object) -> int:
+    """Of a status that anybody may have written."""
+    try:
+        return parse_quantity(str(quantity))
+    except ValueError:
+        return 0
 
 
 def _is(found: Conditions, type_: str) -> bool:

@@ -56,6 +56,9 @@ def test_a_namespace_without_jobs_gives_its_place_and_its_series_to_another() ->
     exporter.count(ends, 1, "new", "NodeLost")
     assert (lost("team-7"), lost("new"), lost(metrics.OTHER)) == (None, 1.0, 1.0)
     assert lost("team-6") == 0.0, "a rate sees the first one"
+    assert read(ends.name, {"namespace": "team-6", "reason": "Completed"}) == 0.0
+    ladder = {"namespace": "team-6", "reason": "DeviceOutOfMemory"}
+    assert read(metrics.OPERATOR_LADDER_STEPS.name, ladder) == 0.0
 
 
 def test_namespaces_beyond_the_bound_are_one_and_none_is_left_out() -> None:

@@ -296,7 +296,7 @@ def test_jobs_with_series_are_bounded_failed_ones_first_then_the_longest_waits()
 
 def test_waste_is_of_all_ranks_of_running_jobs_that_have_reported() -> None:
     spec = document()["spec"] | {"parallelism": {"nodes": 2, "devicesPerNode": 4}}
-    plan, peak = {"bytes": {"device": 100, "host": 50}}, {"peak": {"device": 60, "host": 70}}
+    plan, peak = {"bytes": {"device": "100Ki", "host": "50"}}, {"peak": {"device": "61440", "host": "70Mi"}}
     now = conditions(*RUNNING)
     runs = job(spec=spec, state="Running", conditions=now, plan=plan, memory=peak)
     silent = job("silent", spec=spec, state="Running", conditions=now, plan=plan)
@@ -304,7 +304,7 @@ def test_waste_is_of_all_ranks_of_running_jobs_that_have_reported() -> None:
         "ended", state="Complete", conditions=conditions(("Complete", "True", "Completed")), plan=plan, memory=peak
     )
     found = fleet_of([runs, silent, ended], NOW)
-    assert found[metrics.OPERATOR_WASTED_BYTES] == {("team", "device"): 8 * 40, ("team", "host"): 0}
+    assert found[metrics.OPERATOR_WASTED_BYTES] == {("team", "device"): 8 * 40 * 1024, ("team", "host"): 0}
     assert found[metrics.OPERATOR_JOBS] == {("team", "Running"): 2, ("team", "Complete"): 1}
 
 
