@@ -273,7 +273,7 @@ HEADROOM = Row(
             "short",
             (Query(f"sum(increase({of_job(metrics.ALLOCATOR_RETRIES)}[{RANGE}]))"),),
             "stat",
-            width=2,
+            width=4,
         ),
         Panel(
             "Peak / budget",
@@ -286,6 +286,7 @@ HEADROOM = Row(
                     "{{tier}}",
                 ),
             ),
+            width=7,
         ),
         Panel(
             "Peak / prediction",
@@ -297,6 +298,7 @@ HEADROOM = Row(
                     "{{tier}}",
                 ),
             ),
+            width=7,
         ),
     ),
 )
@@ -322,6 +324,7 @@ TRAFFIC = Row(
                     "wait",
                 ),
             ),
+            width=6,
         ),
         Panel(
             "I/O engine",
@@ -339,7 +342,7 @@ TRAFFIC = Row(
             "short",
             (Query(f"sum by (kind) (increase({of_job(metrics.SPILL_FAULTS)}[{RANGE}]))", "{{kind}}"),),
             "stat",
-            width=4,
+            width=6,
         ),
     ),
 )
@@ -415,7 +418,7 @@ SWEEP = Dashboard(
     (MEMBERS, CURVES),
     OF_A_JOB,
     metrics.MEMBER_STEP,
-    events=EVENTS,
+    events=EVENTS[1:],  # each turn ends with a checkpoint
 )
 
 ALL = (FLEET, JOB, MEMORY_TIERS, SWEEP, OPERATOR)

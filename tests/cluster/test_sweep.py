@@ -14,7 +14,6 @@ from spillway_trainer.checkpoints.sealed_json import unseal
 NAME = "sweep"
 SECONDS = 180.0
 WITHOUT_FAULTS = {
-    "Checkpoint",  # this job has no claim for checkpoints
     "Attempt ended early",
     "Out of memory: next attempt with another plan",
     "Live correction: smaller spill files",

@@ -196,7 +196,8 @@ def test_grafanas_own_types_read_a_dashboard_back_unchanged(name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_events_mark_the_graphs_of_a_job(name: str) -> None:
     events = [annotation["name"] for annotation in model(name)["annotations"]["list"]]
-    assert events == ([event.name for event in dashboards.EVENTS] if name in OF_A_JOB else [])
+    expected = [event.name for event in dashboards.EVENTS] if name in OF_A_JOB else []
+    assert events == [event for event in expected if (event, name) != ("Checkpoint", "sweep")]
 
 
 def test_a_row_of_the_waiting_jobs_opens_the_jobs_dashboard() -> None:
