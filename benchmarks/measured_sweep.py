@@ -33,7 +33,7 @@ from torch import Tensor
 
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
-from spillway.api.members import member_directory, member_job
+from spillway.api.sweep.members import member_directory, member_job
 from spillway.api.training_job import TrainingJob
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning.hardware import NodeSpec, local_node

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from spillway import DISTRIBUTION
-from spillway.api.members import solo_specs
+from spillway.api.sweep.members import solo_specs
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.planning.workload import ZERO_STRATEGIES

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
-from spillway.api.halving import METRIC_WORDS
-from spillway.api.members import DIRECTORY as MEMBERS_DIRECTORY
-from spillway.api.members import member_directory, named_specs
+from spillway.api.sweep.halving import METRIC_WORDS
+from spillway.api.sweep.members import DIRECTORY as MEMBERS_DIRECTORY
+from spillway.api.sweep.members import member_directory, named_specs
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import CheckpointCorrupt, ExitCode, UserError
 from spillway.extras import need

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from spillway.api.members import DIRECTORY as MEMBERS
+from spillway.api.sweep.members import DIRECTORY as MEMBERS
 from spillway.errors import ExitCode, UserError
 from spillway.units import format_bytes, format_seconds
 from spillway_trainer.checkpoints.directory import Owner, owner_of

@@ -39,7 +39,7 @@ from spillway.api.model import FETCHED
 from spillway.api.operator_config import CONFIG_NAME
 from spillway.api.pod import MOUNT_PATH, ONLY_CLAIMS_ARE_WRITTEN
 from spillway.api.rejections import NOT_YET
-from spillway.api.search_space import BOTH_ENDS, PATH_PATTERN, STEP_OF_RANGE, TRIALS_NEEDED
+from spillway.api.sweep.search_space import BOTH_ENDS, PATH_PATTERN, STEP_OF_RANGE, TRIALS_NEEDED
 from spillway.api.tracking import ONE_TRACKER, TRACKING_URI
 from spillway.units import BYTES_PATTERN, POSITIVE_BYTES_PATTERN, POSITIVE_QUANTITY_PATTERN, QUANTITY_PATTERN
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness import local_runs
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
-from spillway.api.members import member_job
+from spillway.api.sweep.members import member_job
 from spillway.plan import MemberPlan, MemoryPlan, Turns
 from spillway.units import MIB
 

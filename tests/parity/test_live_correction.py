@@ -21,7 +21,7 @@ from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, Policy, Tie
 from spillway_trainer import activation_spill
 from spillway_trainer.activation_spill import Chooser, PolicyLimits
 from spillway_trainer.activation_spill.chooser import WATCHED_STEPS
-from spillway_trainer.live_correction import CHECK_STEPS, MovedBytes, RankSample, Volume, attach
+from spillway_trainer.activation_spill.live_correction import CHECK_STEPS, MovedBytes, RankSample, Volume, attach
 from spillway_trainer.ranks import ONE_RANK, OneRank, Ranks
 from spillway_trainer.resident_parameters import ResidentParameters
 from spillway_trainer.tiers.device_ledger import DeviceLedger

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.api.limits import INSPECTION_DEADLINE_SECONDS
 from spillway.api.load import load_job
-from spillway.api.members import solo_specs
+from spillway.api.sweep.members import solo_specs
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.planning.model_shape import ModelShape, ParameterShape, Segment, adapters

@@ -25,8 +25,9 @@ from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import counted
 
-from . import config, live_correction, running_statistics
-from .activation_spill import Chosen
+from . import config, running_statistics
+from .activation_spill import Chosen, live_correction
+from .activation_spill.live_correction import MovedBytes
 from .assemble import FROZEN, Assembly, Tiers, assemble, check_device, initial_states
 from .cgroup import usable_cores, with_usable_threads
 from .checkpoints import tensors as checkpoint
@@ -38,7 +39,6 @@ from .corpus.objective import TrainingObjective
 from .corpus.text_source import TextSource, directory_of, entry_point, python_stdlib, text_source
 from .corpus.tokens import Corpus, TokenizerRecipe, has_corpus, prepare_corpus
 from .kernels import native
-from .live_correction import MovedBytes
 from .models.build import build_model, source_directory
 from .models.chain import Chain
 from .optimizer.loss_scale import LossScaler

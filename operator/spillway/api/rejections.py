@@ -7,9 +7,9 @@ from typing import Any
 
 from spillway.api.limits import MIN_TEXT_VOCABULARY
 from spillway.api.manifest import dotted, shown
-from spillway.api.members import problems_of
 from spillway.api.model import FETCHED_ON_CLAIM, Model, Precision
 from spillway.api.pod import Checkpoint
+from spillway.api.sweep.members import problems_of
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem
 

@@ -15,7 +15,7 @@ from spillway.api.job_spec import JobSpec, Metadata
 from spillway.api.limits import CHAT_NEEDS_SOURCE, NEEDS_EVALUATION, TOKENS_NEED_SOURCE
 from spillway.api.model import Data, Location, Model
 from spillway.api.pod import FIXED_WITHOUT_PLAN, Member, Objective
-from spillway.api.search_space import MEMBERS_ARE_MADE, SearchSpace
+from spillway.api.sweep.search_space import MEMBERS_ARE_MADE, SearchSpace
 from spillway.api.tracking import Tracking
 from spillway.api.training import Training
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from spillway.api.job_spec import JobSpec
-from spillway.api.members import solo_specs
 from spillway.api.pod import Pod
 from spillway.api.profiles import NodeProfileSpec
 from spillway.api.script import ScriptJob
 from spillway.api.status import ProfileEvidence
+from spillway.api.sweep.members import solo_specs
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.feedback.ladder import smaller_micro_batches

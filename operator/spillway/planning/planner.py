@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from spillway.api.members import devices_problems
+from spillway.api.sweep.members import devices_problems
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.plan import ActivationPlan, Alternative, Infeasible, MemoryPlan, Policy, Strategy, Tier

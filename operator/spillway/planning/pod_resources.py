@@ -20,9 +20,9 @@ from math import ceil
 
 from spillway.api.job_spec import JobSpec
 from spillway.api.limits import ENTRY_POINT_MEMORY_BYTES
-from spillway.api.members import named_specs, num_corpora, solo_specs
 from spillway.api.model import Model
 from spillway.api.script import ScriptSpec
+from spillway.api.sweep.members import named_specs, num_corpora, solo_specs
 from spillway.api.training_job import TrainingJobSpec
 from spillway.plan import DeviceKind, MemoryPlan, Tier
 from spillway.planning.model_shape import ModelShape, shape_of

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Literal
 
-from spillway.api.members import member_training_job
+from spillway.api.sweep.members import member_training_job
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.plan import SLAB_EXTRA_BYTES, Infeasible, MemberPlan, MemoryPlan, Prediction, Tier, TierBytes, Turns
 from spillway.planning.hardware import NodeSpec

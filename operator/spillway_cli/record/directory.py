@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from spillway.api.members import DIRECTORY as MEMBERS_DIRECTORY
-from spillway.api.members import member_directory
+from spillway.api.sweep.members import DIRECTORY as MEMBERS_DIRECTORY
+from spillway.api.sweep.members import member_directory
 from spillway.errors import UserError
 
 LOCK_TRIES, LOCK_PAUSE_SECONDS = 3, 0.05

@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
-from spillway.api.members import SECTIONS
 from spillway.api.pod import Member, leaves
-from spillway.api.search_space import members_in
+from spillway.api.sweep.members import SECTIONS
+from spillway.api.sweep.search_space import members_in
 
 from ..console import printable, table
 from .sweep_view import UNKNOWN

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from spillway.api.halving import METRIC_WORDS
 from spillway.api.progress import MemberState
+from spillway.api.sweep.halving import METRIC_WORDS
 from spillway.metrics import StepMetrics
 from spillway.plan import Tier
 from spillway.units import format_bytes, format_count, format_seconds

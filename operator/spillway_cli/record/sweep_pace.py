@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
 
-from spillway.api.halving import steps_ahead
+from spillway.api.sweep.halving import steps_ahead
 
 from .log import RunLog, StepEvent
 from .sweep_view import MemberView, progress_of

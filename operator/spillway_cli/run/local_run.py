@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from spillway.api.job_file import JobFile
-from spillway.api.members import named_specs
 from spillway.api.model import Location
 from spillway.api.progress import MemberState
 from spillway.api.rejections import not_used_locally
+from spillway.api.sweep.members import named_specs
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import CheckpointCorrupt, ExitCode, FieldProblem, InvalidJob, UserError
 from spillway.plan import MemoryPlan, Tier

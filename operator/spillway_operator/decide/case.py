@@ -7,8 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from spillway.api.field_types import MAX_COUNT
-from spillway.api.search_space import members_in
 from spillway.api.status import Attempts, Condition, TrainingJobStatus
+from spillway.api.sweep.search_space import members_in
 from spillway.placement.place import Place
 
 from . import conditions as c

@@ -16,7 +16,7 @@ import json
 from typing import Any
 
 from spillway.api.limits import FETCH_DEADLINE_SECONDS, INSPECTION_DEADLINE_SECONDS, INSPECTION_MEMORY_BYTES
-from spillway.api.members import solo_specs
+from spillway.api.sweep.members import solo_specs
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import ExitCode
 from spillway.placement.able_nodes import pod_tolerations

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cases.huggingface_models import BATCH, LENGTH, SPEC, VOCABULARY, batch_for, filled, spec_of, structural_chain
 from harness.allocator_peak import allocated_peak
-from spillway.api.members import solo_specs
+from spillway.api.sweep.members import solo_specs
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.planning.model_shape import ModelShape, Segment, model_shape

@@ -20,9 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from spillway.api.halving import steps_ahead
 from spillway.api.job_file import JobFile
-from spillway.api.members import member_directory
 from spillway.api.progress import (
     CA_VARIABLE,
     MAX_BYTES,
@@ -40,6 +38,8 @@ from spillway.api.progress import (
     TrainingProgress,
     steps_of,
 )
+from spillway.api.sweep.halving import steps_ahead
+from spillway.api.sweep.members import member_directory
 from spillway.errors import UserError
 from spillway.metrics import StepMetrics
 from spillway.plan import MemoryPlan, Tier

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from spillway.api import tracking
 from spillway.api.job_file import JobFile
-from spillway.api.members import member_job
 from spillway.api.pod import leaves
+from spillway.api.sweep.members import member_job
 from spillway.errors import ExitCode
 from spillway.extras import need
 from spillway.plan import MemoryPlan, Tier

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from spillway.api.halving import METRIC_WORDS, Contender, Standing, standing
 from spillway.api.job_file import JobFile
-from spillway.api.members import member_job, member_spec
+from spillway.api.sweep.halving import METRIC_WORDS, Contender, Standing, standing
+from spillway.api.sweep.members import member_job, member_spec
 from spillway.errors import ExitCode, Preempted, SpillwayError, UserError
 from spillway.plan import MemberPlan, MemoryPlan
 

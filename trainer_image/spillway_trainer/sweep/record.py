@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spillway.api.halving import Value
+from spillway.api.sweep.halving import Value
 from spillway.errors import UserError
 
 from ..checkpoints.durable_files import DurableFiles

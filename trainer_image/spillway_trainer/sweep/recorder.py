@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from spillway.api.halving import Contender, Stop, Value
 from spillway.api.pod import Objective
 from spillway.api.progress import LONGEST_REASON, MemberProgress, MemberState
+from spillway.api.sweep.halving import Contender, Stop, Value
 from spillway.metrics import StepMetrics
 
 from ..ending import shortened

@@ -19,9 +19,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from spillway.api.halving import round_steps
 from spillway.api.job_file import JobFile
 from spillway.api.pod import Objective
+from spillway.api.sweep.halving import round_steps
 from spillway.errors import CheckpointCorrupt, NonFinite, SpillwayError, UserError
 from spillway.metrics import StepMetrics
 from spillway.plan import MemberPlan, MemoryPlan, Tier

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from spillway.api.members import member_job
+from spillway.api.sweep.members import member_job
 from spillway.errors import ExitCode, Preempted, SpillwayError
 from spillway.metrics import StepMetrics
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cases.job_documents import job, member
 from spillway.api.limits import ENTRY_POINT_MEMORY_BYTES
-from spillway.api.members import solo_specs
+from spillway.api.sweep.members import solo_specs
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.placement.cluster_view import ClusterView, NodeView
 from spillway.placement.place import Placement, Unplaceable, place

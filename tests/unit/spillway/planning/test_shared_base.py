@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from cases.job_documents import REMOVED, job, member
-from spillway.api.members import member_spec
+from spillway.api.sweep.members import member_spec
 from spillway.api.training_job import TrainingJob
 from spillway.plan import MemoryPlan, Tier
 from spillway.planning.hardware import local_node

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fakes.failing_files import full_at
-from spillway.api.halving import Value
+from spillway.api.sweep.halving import Value
 from spillway_trainer.checkpoints.sealed_json import seal
 from spillway_trainer.sweep import record as sweep_record
 from spillway_trainer.sweep.record import MemberFailure, SweepNotWritten, SweepRecord

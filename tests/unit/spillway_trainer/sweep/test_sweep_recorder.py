@@ -11,9 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from spillway.api.field_types import MAX_MEMBERS
-from spillway.api.halving import Contender, Stop, Value
 from spillway.api.pod import Objective
 from spillway.api.progress import LONGEST_REASON, MemberProgress, MemberState, TrainingProgress, steps_of
+from spillway.api.sweep.halving import Contender, Stop, Value
 from spillway.metrics import StepMetrics
 from spillway_trainer.kernels import native
 from spillway_trainer.reporting.recorder import Recorder

@@ -25,11 +25,12 @@ from spillway.api.progress import MAX_BYTES, SpillVolume
 from spillway.plan import MemoryPlan, Policy, Tier
 from spillway.units import format_bytes
 
-from .activation_spill import ActivationSpill, Chooser
-from .cgroup import read_text
-from .ranks import Ranks
-from .tiers.extents import ALIGNMENT_BYTES
-from .tiers.nvme_slab import NvmeSlab
+from ..cgroup import read_text
+from ..ranks import Ranks
+from ..tiers.extents import ALIGNMENT_BYTES
+from ..tiers.nvme_slab import NvmeSlab
+from .chooser import Chooser
+from .spill import ActivationSpill
 
 CHECK_STEPS = 20
 """Most steps between two looks at the volumes."""

@@ -6,7 +6,7 @@ import pytest
 
 from spillway.api.job_file import JobFile
 from spillway.api.load import parse_job
-from spillway.api.members import member_job, member_spec, problems_of
+from spillway.api.sweep.members import member_job, member_spec, problems_of
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import InvalidJob
 from spillway.plan import Infeasible, MemoryPlan, Tier

@@ -16,7 +16,7 @@ from spillway.api.job_file import JobFile
 from spillway.api.limits import MEMBERS_HAVE_STEPS, MEMBERS_ON_ONE_NODE, MEMBERS_SHARE_FILES, NOT_OF_MEMBERS
 from spillway.api.manifest import shown, validate
 from spillway.api.pod import Member
-from spillway.api.search_space import SearchSpace
+from spillway.api.sweep.search_space import SearchSpace
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import FieldProblem, InvalidJob, UserError
 from spillway.units import format_quantity

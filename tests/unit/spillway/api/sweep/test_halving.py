@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from spillway.api.halving import Contender, Standing, Stop, Value, round_steps, standing, steps_ahead
 from spillway.api.pod import Objective
 from spillway.api.progress import MemberProgress, MemberState
+from spillway.api.sweep.halving import Contender, Standing, Stop, Value, round_steps, standing, steps_ahead
 
 NAN = math.nan
 NUM_SWEEPS = 400

@@ -12,8 +12,8 @@ from cases.job_documents import document as document_of_a_job
 from cases.job_documents import job
 from spillway.api.load import parse_job
 from spillway.api.manifest import validate
-from spillway.api.members import named_specs
-from spillway.api.search_space import MEMBERS_ARE_MADE, SearchParameter, SearchSpace, members_in
+from spillway.api.sweep.members import named_specs
+from spillway.api.sweep.search_space import MEMBERS_ARE_MADE, SearchParameter, SearchSpace, members_in
 from spillway.api.training_job import TrainingJob
 from spillway.errors import InvalidJob
 from spillway_operator.decide.case import num_steps

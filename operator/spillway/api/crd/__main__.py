@@ -1,0 +1,8 @@
+"""`python -m spillway.api.crd` writes crds/, `--check` compares; from the root of the repository."""
+
+import sys
+
+from .definition import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What makes several models of one job: members, the search that makes them, and successive halving."""
