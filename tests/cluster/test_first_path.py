@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.installed import CHART, Document, Installed, OperatorImage, example
+from harness.patience import wait_until
 from spillway.metrics import (
     OPERATOR_ATTEMPTS_ENDED,
     OPERATOR_DEVICE_SECONDS,
@@ -141,13 +142,20 @@ def test_every_query_of_the_dashboards_returns_data(trained: Trained, name: str)
     """`sweep`: in test_sweep.py, for a job with members."""
     from grafana import expressions  # charts/: on the path by conftest
 
-    empty = []
     dashboard = json.loads((DASHBOARDS / f"{name}.json").read_text(encoding="utf-8"))
-    for title, expression in expressions(dashboard, trained.namespace, NAME):
+    empty = set[str]()
+
+    def has_data() -> bool:
+        empty.clear()
         # After the job's end: as the dashboard would have shown it while it ran.
-        if not trained.bed.query(f"last_over_time(({expression})[10m:2s])"):
-            empty.append(title)
-    assert {*empty} <= NOT_HERE
+        empty.update(
+            title
+            for title, expression in expressions(dashboard, trained.namespace, NAME)
+            if title not in NOT_HERE and not trained.bed.query(f"last_over_time(({expression})[10m:2s])")
+        )
+        return not empty
+
+    wait_until(has_data, why=lambda: f"no data: {empty}", seconds=30.0, pause=2.0)  # its end is scraped a little later
 
 
 def test_prometheus_holds_the_service_levels_of_the_jobs_namespace(trained: Trained) -> None:
