@@ -224,7 +224,8 @@ def picture(model: dict[str, Any], shown: Shown, namespace: str, job: str) -> st
     fill = {
         grafana.RATE_WINDOW: WINDOW,
         grafana.RANGE: f"{shown.end - shown.start:.0f}s",
-        "$namespace": namespace if model["annotations"]["list"] else ".*",  # a job's dashboard marks its events
+        "$namespaces": ".*",
+        "$namespace": namespace,
         "$training_job": job,
     }
     width = grafana.COLUMNS * CELL

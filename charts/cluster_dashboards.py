@@ -16,7 +16,7 @@ from spillway.plan import Tier
 
 def of_fleet(metric: Metric, **labels: str) -> str:
     """The series of the namespaces chosen; the operator on standby may export them, too."""
-    return alerts.selected(metric, namespace=f"~${NAMESPACE_LABEL}", **labels)
+    return alerts.selected(metric, namespace=f"~${NAMESPACE_LABEL}s", **labels)
 
 
 def in_range(by: str, metric: Metric, **labels: str) -> str:
@@ -24,14 +24,14 @@ def in_range(by: str, metric: Metric, **labels: str) -> str:
     return f"sum by ({by}) (increase({of_fleet(metric, **labels)}[{RANGE}])) > 0"
 
 
-def quantiles(metric: Metric, chosen: str) -> tuple[Query, ...]:
+def quantiles(metric: Metric, chosen: str, window: str = RATE_WINDOW) -> tuple[Query, ...]:
     """The median and the 95th of 100, of a histogram."""
-    buckets = f"sum by (le) (rate({metric.name}_bucket{chosen}[{RATE_WINDOW}]))"
+    buckets = f"sum by (le) (rate({metric.name}_bucket{chosen}[{window}]))"
     return tuple(Query(f"histogram_quantile({q}, {buckets})", name) for q, name in ((0.5, "median"), (0.95, "p95")))
 
 
 HELD, COMMITTED = (of_fleet(metrics.OPERATOR_DEVICE_SECONDS, use=use) for use in ("held", "committed"))
-OF_NAMESPACES = f'{{{NAMESPACE_LABEL}=~"${NAMESPACE_LABEL}"}}'
+OF_NAMESPACES = f'{{{NAMESPACE_LABEL}=~"${NAMESPACE_LABEL}s"}}'
 BY_NODE = f"{{{{{NODE_LABEL}}}}}"
 MOST_NODES = 20
 """lines of one panel"""
@@ -60,7 +60,7 @@ JOBS = Row(
             "Goodput",
             "Share of the device-seconds that went into steps that are saved in a checkpoint, in the time range shown.",
             "percentunit",
-            (Query(f"sum(increase({COMMITTED}[{RANGE}])) / sum(increase({HELD}[{RANGE}]))"),),
+            (Query(f"clamp_max(sum(increase({COMMITTED}[{RANGE}])) / (sum(increase({HELD}[{RANGE}])) > 0), 1)"),),
             "stat",
             4,
             bad_below=alerts.GOODPUT,
@@ -101,15 +101,15 @@ SERVICE = Row(
     (
         Panel(
             "Wait for pods",
-            "How long jobs waited for quota, nodes and images until all pods of an attempt ran.",
+            "How long jobs waited for quota, nodes and images until all pods of an attempt ran, in the last hour.",
             "s",
-            quantiles(metrics.OPERATOR_QUEUE_WAIT, OF_NAMESPACES),
+            quantiles(metrics.OPERATOR_QUEUE_WAIT, OF_NAMESPACES, "1h"),
         ),
         Panel(
             "Time to the first step",
-            "How long attempts took from when all their pods ran to their first trained step.",
+            "How long attempts took from when all their pods ran to their first trained step, in the last hour.",
             "s",
-            quantiles(metrics.OPERATOR_FIRST_STEP, OF_NAMESPACES),
+            quantiles(metrics.OPERATOR_FIRST_STEP, OF_NAMESPACES, "1h"),
         ),
         Panel(
             "Goodput by namespace",
@@ -128,7 +128,7 @@ SERVICE = Row(
 )
 
 LOSSES = Row(
-    "Losses in the time range shown",
+    "In the time range shown",
     (
         Panel(
             "Attempts ended",
@@ -172,7 +172,7 @@ LOSSES = Row(
 
 def _headroom(tier: Tier, title: str, what: str) -> Panel:
     least = f'bottomk({MOST_NODES}, {rules.HEADROOM}{{tier="{tier}"}})'
-    return Panel(title, f"{what} The {MOST_NODES} nodes with least.", "bytes", (Query(least, BY_NODE),))
+    return Panel(title, f"{what} Shows the {MOST_NODES} nodes with the least.", "bytes", (Query(least, BY_NODE),))
 
 
 ROOM = Row(
@@ -205,7 +205,7 @@ HEALTH = Row(
             "Nodes avoided",
             "Nodes on which the operator places no job for now, because attempts of several jobs failed there.",
             "short",
-            (Query(f"{alerts.worst(NODE_LABEL, metrics.OPERATOR_NODE_AVOIDED)} > 0 or vector(0)", BY_NODE),),
+            (Query(f"{alerts.worst(NODE_LABEL, metrics.OPERATOR_NODE_AVOIDED)} > 0 or on() vector(0)", BY_NODE),),
             width=4,
             bad_above=1,
         ),
@@ -227,7 +227,7 @@ FLEET = Dashboard(
     (JOBS, PROBLEMS, SERVICE, LOSSES, ROOM, HEALTH),
     (NAMESPACE_LABEL,),
     metrics.OPERATOR_JOBS,
-    all_of_them=True,
+    several=True,
 )
 
 # --- the operator -----------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ LEADING = Row(
             "Leaders",
             "Operators that lead: 1. With none, no job starts or restarts.",
             "short",
-            (Query(f"sum({metrics.OPERATOR_LEADER.name})"),),
+            (Query(f"sum({metrics.OPERATOR_LEADER.name}) or vector(0)"),),
             "stat",
             4,
             bad_below=1,
@@ -367,7 +367,7 @@ API = Row(
         ),
         Panel(
             "Failed requests",
-            "Share of the requests of ten minutes that got no answer, 429 or 5xx.",
+            "Share of the requests of the last ten minutes that got no answer, 429 or 5xx.",
             "percentunit",
             (Query(f"{alerts.api_errors()} or vector(0)", "failed"),),
             bad_above=alerts.API_ERRORS,
@@ -379,7 +379,7 @@ WATCHES = Row(
     "What the operator sees",
     (
         Panel(
-            "Lag of watches",
+            "Watch delay",
             "Seconds by which a watch lags behind changes that the operator knows from its own writes or from lists.",
             "s",
             (Query(alerts.worst("resource", metrics.OPERATOR_WATCH_LAG), "{{resource}}"),),
@@ -413,7 +413,7 @@ REPORTS = Row(
         ),
         Panel(
             "Rejected reports",
-            "Share of the reports of ten minutes that the operator rejected.",
+            "Share of the reports of the last ten minutes that the operator rejected.",
             "percentunit",
             (Query(f"{alerts.reports_rejected()} or vector(0)", "rejected"),),
             bad_above=alerts.REPORTS_REJECTED,

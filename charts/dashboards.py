@@ -45,10 +45,9 @@ RECENT = "2m"
 
 
 def ended_now(kinds: str) -> str:
-    """A sample by kind while the end of an attempt is new, also of the job's first."""
-    of_kinds = of_job(metrics.OPERATOR_JOB_ENDED_ATTEMPTS).removesuffix("}") + f',kind=~"{kinds}"}}'
-    now, before = (f"max by (kind) ({of_kinds}{ago})" for ago in ("", f" offset {RECENT}"))
-    return f"{now} - ({before} or {now} * 0) > 0"
+    """A sample by kind while the end of an attempt is new."""
+    chosen = {label: f"${label}" for label in OF_A_JOB}
+    return f"{alerts.growth('kind', metrics.OPERATOR_JOB_ENDED_ATTEMPTS, RECENT, kind=f'~{kinds}', **chosen)} > 0"
 
 
 EVENTS = (
@@ -418,7 +417,7 @@ SWEEP = Dashboard(
     (MEMBERS, CURVES),
     OF_A_JOB,
     metrics.MEMBER_STEP,
-    events=EVENTS[1:],  # each turn ends with a checkpoint
+    events=EVENTS[1:3],  # each turn ends with a checkpoint, and no spill file shrinks
 )
 
 ALL = (FLEET, JOB, MEMORY_TIERS, SWEEP, OPERATOR)

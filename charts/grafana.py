@@ -85,8 +85,8 @@ class Dashboard:
     """labels to choose from, each among the values that agree with those before it"""
     variables_of: Metric = metrics.STEPS_PLANNED
     """the series that have these labels"""
-    all_of_them: bool = False
-    """whether a variable may stand for all values"""
+    several: bool = False
+    """whether a variable may stand for several values or for all; its name is then the label's with an s"""
     events: tuple[Event, ...] = ()
 
 
@@ -115,21 +115,24 @@ def as_json(dashboard: Dashboard) -> Json:
         for panel in row.panels:
             number += 1
             built.with_panel(_panel(panel).id(number).height(height))
-    model = built.build().to_json() | {"annotations": {"list": [_annotation(event) for event in dashboard.events]}}
-    return dict(json.loads(json.dumps(model, cls=JSONEncoder)))
+    made = built.build().to_json() | {"annotations": {"list": [_annotation(event) for event in dashboard.events]}}
+    model: Json = json.loads(json.dumps(made, cls=JSONEncoder))
+    for variable in model["templating"]["list"]:
+        del variable["id"]  # the same one in all, and Grafana 10 keeps one variable for each id
+    return model
 
 
 def _variable(dashboard: Dashboard, index: int, label: str) -> builders.QueryVariable:
     """The label's values among those series that agree with the variables before it."""
     chosen = ",".join(f'{name}="${name}"' for name in dashboard.variables[:index])
     made = (
-        builders.QueryVariable(label)
+        builders.QueryVariable(f"{label}s" if dashboard.several else label)
         .datasource(SOURCE)
         .query(f"label_values({dashboard.variables_of.name}{{{chosen}}}, {label})")
         .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(models.VariableSort.ALPHABETICAL_ASC)
     )
-    return made.multi(True).include_all(True).all_value(".*") if dashboard.all_of_them else made
+    return made.multi(True).include_all(True).all_value(".*") if dashboard.several else made
 
 
 def _annotation(event: Event) -> Json:
@@ -146,6 +149,8 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | table.Panel:
             .mode(common_models.TooltipDisplayMode.MULTI)
             .sort(common_models.SortOrder.DESCENDING)
         )
+        legend = common_builders.VizLegendOptions().show_legend(True).placement(common_models.LegendPlacement.BOTTOM)
+        made.legend(legend.display_mode(common_models.LegendDisplayMode.LIST).calcs([]))
         if panel.stacked:
             stacking = common_builders.StackingConfig().mode(common_models.StackingMode.NORMAL)
             made.fill_opacity(30).stacking(stacking)
@@ -157,13 +162,16 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | table.Panel:
         made.graph_mode(common_models.BigValueGraphMode.NONE)
         made.reduce_options(common_builders.ReduceDataOptions().calcs(["lastNotNull"]))
     else:
-        page = f"/d/spillway-{JOB_PAGE}?" + "&".join(f"var-{label}=${{__data.fields.{label}}}" for label in OF_A_JOB)
+        chosen = [f"var-{label}=${{__data.fields.{label}}}" for label in OF_A_JOB]
+        page = f"/d/spillway-{JOB_PAGE}?" + "&".join([*chosen, "var-datasource=${datasource}", "${__url_time_range}"])
         made = table.Panel().data_links([builders.DashboardLink("Open the job's dashboard").url(page)])
     steps = [models.Threshold(color="green")]
     if panel.bad_above is not None:
         steps.append(models.Threshold(panel.bad_above, "red"))
     if panel.bad_below is not None:
-        steps = [models.Threshold(color="red"), models.Threshold(panel.bad_below, "green")]
+        # A line of a graph has the colour below it where its own is transparent.
+        above = "transparent" if panel.kind == "timeseries" else "green"
+        steps = [models.Threshold(color="red"), models.Threshold(panel.bad_below, above)]
     made.title(panel.title).description(panel.description).datasource(SOURCE).unit(panel.unit).span(panel.width)
     made.thresholds(builders.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
     for index, query in enumerate(panel.queries):
@@ -185,6 +193,7 @@ def expressions(
     values = {
         RATE_WINDOW: window,
         RANGE: shown,
+        f"${NAMESPACE_LABEL}s": namespace,
         f"${NAMESPACE_LABEL}": namespace,
         f"${JOB_LABEL}": training_job,
     }

@@ -42,12 +42,17 @@ Values = Mapping[tuple[str, ...], float]
 """By the values of a metric's labels."""
 
 
-EXPECTED_REASONS = {
-    metrics.OPERATOR_ATTEMPTS_ENDED: (*RETRIES, ExitCode.COMPLETED.reason, ExitCode.USER_ERROR.reason),
-    metrics.OPERATOR_LADDER_STEPS: tuple(MEMORY_ERRORS),
-    metrics.OPERATOR_LOST_STEPS: tuple(RETRIES),
+EXPECTED: dict[Metric, tuple[tuple[str, ...], ...]] = {
+    metrics.OPERATOR_ATTEMPTS_ENDED: tuple(
+        (reason,) for reason in (*RETRIES, ExitCode.COMPLETED.reason, ExitCode.USER_ERROR.reason)
+    ),
+    metrics.OPERATOR_LADDER_STEPS: tuple((reason,) for reason in MEMORY_ERRORS),
+    metrics.OPERATOR_LOST_STEPS: tuple((reason,) for reason in RETRIES),
+    metrics.OPERATOR_DEVICE_SECONDS: (("held",), ("committed",)),
+    metrics.OPERATOR_QUEUE_WAIT: ((),),
+    metrics.OPERATOR_FIRST_STEP: ((),),
 }
-"""Of these, each namespace has series from the beginning."""
+"""Of these labels after the namespace's, each namespace has series from the beginning."""
 
 
 class OperatorExporter(Collector):
@@ -146,7 +151,7 @@ class OperatorExporter(Collector):
             for level in self._levels.values():
                 level.remove_by_labels({NAMESPACE_LABEL: gone})
         self._namespaces[name] = None
-        for metric, reasons in EXPECTED_REASONS.items():
-            for reason in reasons:
-                self._levels[metric.name].labels(name, reason)  # 0, so that a rate sees the first
+        for metric in LEVELS:
+            for label in EXPECTED.get(metric, ()):
+                self._levels[metric.name].labels(name, *label)  # 0, so that a rate sees the first
         return name

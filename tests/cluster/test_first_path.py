@@ -126,7 +126,7 @@ def test_prometheus_holds_tier_series_of_both_ranks(trained: Trained) -> None:
 
 DASHBOARDS = CHART / "files" / "dashboards"
 NOT_HERE = {
-    # The job has no fault; test_failures.py and test_live_correction.py ask for these.
+    # The job has no fault; test_failures.py asks for the attempts and the table.
     "Attempt ended early", "Out of memory: next attempt with another plan", "Live correction: smaller spill files",
     "Why, and for how long", "Steps trained again", "Plans changed because memory ran out", "Corrections of watches",
     # It may have ended before a scrape saw it with measured memory.

@@ -16,7 +16,7 @@ import yaml
 
 from harness.places import GOLDEN
 from harness.rendered_chart import HELMS, MATRIX, NAMESPACE, NO_HELM, Object, of_kind, only, rendered
-from spillway_operator.decide.manifests import INSPECTION_LABEL
+from spillway_operator.decide.manifests import DOWNLOADS_LABEL, INSPECTION_LABEL
 
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(not HELMS, reason=NO_HELM)]
 CHILDREN = GOLDEN / "children-two-pods.yaml"
@@ -32,7 +32,7 @@ STORE = (
 )
 
 
-MINIO = "networkPolicies.inspectionEgress[0].ports[0].port=9000"
+MINIO = "networkPolicies.downloadEgress[0].ports[0].port=9000"
 
 
 @pytest.fixture(scope="module", params=sorted(HELMS) or ["none"], ids=lambda major: f"helm{major}")
@@ -167,6 +167,7 @@ def ends(objects: tuple[Object, ...]) -> dict[str, End]:
         "a trainer elsewhere": trainer("team-b"),
         "an unserved trainer": trainer("team-x"),
         "an inspection": End("team-a", {INSPECTION_LABEL: "demo"}),
+        "a download": End("team-a", {INSPECTION_LABEL: "demo", DOWNLOADS_LABEL: "true"}),
         "another pod": End("team-a", OTHER_POD),
         "a pod elsewhere": End("team-x", OTHER_POD),
         "an impostor": End("team-x", labels),
@@ -207,13 +208,16 @@ FLOWS = (
     Flow("and no more of it", "trainer", "the object store", 80, False, (TEAMS, *STORE)),
     Flow("nor what is left out of it", "trainer", "a hole of it", 443, False, (TEAMS, *STORE)),
     # what fetches and inspects
-    Flow("an inspection fetches", "an inspection", "the internet", 443, True),
-    Flow("by name", "an inspection", "DNS", 53, True, protocol="UDP"),
-    Flow("but from no other port", "an inspection", "the object store", 9000, False),
-    Flow("except what the values add", "an inspection", "the object store", 9000, True, (TEAMS, MINIO)),
-    Flow("an inspection reaches no trainer", "an inspection", "trainer", 29500, False),
-    Flow("nor the operator", "an inspection", "operator", 8443, False),
-    Flow("nobody reaches an inspection", "trainer", "an inspection", 443, False),
+    Flow("a download fetches", "a download", "the internet", 443, True),
+    Flow("by name", "a download", "DNS", 53, True, protocol="UDP"),
+    Flow("but from no other port", "a download", "the object store", 9000, False),
+    Flow("except what the values say", "a download", "the object store", 9000, True, (TEAMS, MINIO)),
+    Flow("instead of the default", "a download", "the internet", 443, False, (TEAMS, MINIO)),
+    Flow("a download reaches no trainer", "a download", "trainer", 29500, False),
+    Flow("nor the operator", "a download", "operator", 8443, False),
+    Flow("nobody reaches a download", "trainer", "a download", 443, False),
+    Flow("an inspection that fetches nothing reaches nobody", "an inspection", "the internet", 443, False),
+    Flow("not even DNS", "an inspection", "DNS", 53, False, protocol="UDP"),
     # metrics
     Flow("trainers are scraped", "Prometheus", "trainer", 9400, True),
     Flow("the operator is scraped", "Prometheus", "operator", 8080, True),

@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.api.limits import INSPECTION_DEADLINE_SECONDS
 from spillway.api.load import load_job
-from spillway.api.sweep.members import solo_specs
+from spillway.api.sweep.members import inspected_as, named_specs
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
-from spillway.planning.model_shape import ModelShape, ParameterShape, Segment, adapters
+from spillway.planning.model_shape import ModelShape, ParameterShape, Segment
 
 from .fetch import fetch_all
 from .models.build import build_model
@@ -45,14 +45,16 @@ _BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 
 
 def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
-    """The shape of the job's model at its micro-batch and sequence length, with those of members whose adapters differ
-    from the job's. Raises UserError for a model that cannot be built, and for one that a micro-batch does not pass
-    through."""
-    of_members = {
-        adapters(one.model): one for one in solo_specs(spec) if one.model != spec.model and not one.model.config
-    }
-    others = tuple((key, _inspected(one, claims)) for key, one in of_members.items())
-    return replace(_inspected(spec, claims), others=others)
+    """The shape of the job's model at its micro-batch and sequence length, with those of members for which it differs.
+    Raises UserError for a model that cannot be built, and for one that a micro-batch does not pass through."""
+    shape, others = _inspected(spec, claims), dict[str, ModelShape]()
+    for name, one in named_specs(spec).items() if spec.model.config is None else ():
+        if (key := inspected_as(one)) not in (inspected_as(spec), *others):
+            try:
+                others[key] = _inspected(one, claims)
+            except UserError as error:
+                raise UserError(f"member {name}: {error}") from error
+    return replace(shape, others=tuple(others.items()))
 
 
 def _inspected(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
@@ -409,7 +411,7 @@ def _in_pod(asked: Path, termination: Path) -> int:
             raise UserError(
                 "spec.model: the model has too many layers of different sizes: the pod that measures them reports them "
                 "in its termination message, which holds 4096 bytes; give more of the layers the same sizes, "
-                "or the members fewer different spec.model.lora"
+                "or let fewer members differ in model.lora"
             )
     except UserError as error:
         termination.write_text(str(error)[:MOST_TERMINATION_BYTES], encoding="utf-8", errors="replace")

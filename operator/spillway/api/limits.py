@@ -19,6 +19,8 @@ MEMBERS_SHARE_FILES = (
     "paused members are stored in one spill file, which the processes of all devices use, but each process has its own "
     "encryption key; set spill.encryption: None, or use one device"
 )
+MOST_INSPECTED = 16
+"""Shapes of one model from a source or entry point, as members of a sweep have it."""
 MEMBERS_HAVE_STEPS = (
     "members take turns, whose length is counted in steps; set training.steps instead of training.epochs"
 )

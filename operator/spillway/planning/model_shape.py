@@ -19,7 +19,9 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from spillway.api.field_types import MAX_MEMBERS
-from spillway.api.model import Lora, Model, ModelConfig
+from spillway.api.limits import MOST_INSPECTED
+from spillway.api.model import Lora, ModelConfig
+from spillway.api.sweep.members import adapters_of, inspected_as
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.plan import DeviceKind
@@ -27,7 +29,7 @@ from spillway.plan import DeviceKind
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FLOAT32_BYTES = 4
 MOST_PACKED_BYTES = 4 << 20
-MOST_SEGMENTS = 4096
+MOST_SEGMENTS, MOST_UNPACKED_BYTES = 4096, 32 << 20
 """Of a shape that somebody else made."""
 INDEX_BYTES = 8
 """Tokens and labels are int64."""
@@ -153,11 +155,16 @@ class ModelShape:
     tied: tuple[tuple[int, int], ...] = ()
     """(segment of the alias, segment of its owner), as positions in `segments`"""
     others: tuple[tuple[str, ModelShape], ...] = ()
-    """Of an inspected sweep: the same model with the adapters of members, by `adapters`."""
+    """Of an inspected sweep: the same model as members have it, by `inspected_as`."""
 
-    def of_member(self, model: Model, jobs: Model) -> ModelShape | None:
-        """The shape of a member's model, if it was inspected with the job's, whose shape this is."""
-        return self if model == jobs else dict(self.others).get(adapters(model))
+    def of_member(self, member: TrainingJobSpec, job: TrainingJobSpec) -> ModelShape | None:
+        """The shape of a member's model, if it was inspected with the job's, whose shape this is: at the member's
+        micro-batch, else at another one."""
+        if member.model.config is not None:
+            return self if member.model == job.model else None
+        known = {inspected_as(job): self, **dict(self.others)}
+        alike = (shape for key, shape in known.items() if key.startswith(adapters_of(member.model)))
+        return known.get(inspected_as(member)) or next(alike, None)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -252,13 +259,18 @@ class ModelShape:
 
     @classmethod
     def unpacked(cls, text: str) -> Self:
-        """What `packed` made. Raises ValueError for anything else; MOST_PACKED_BYTES and MOST_SEGMENTS bound it."""
+        """What `packed` made. Raises ValueError for anything else; MOST_PACKED_BYTES, MOST_SEGMENTS and
+        MOST_UNPACKED_BYTES bound it."""
         try:
             found = zlib.decompressobj().decompress(base64.b85decode(text.strip()), MOST_PACKED_BYTES)
             document = json.loads(found)
             unlike = document.pop("unlike")
-            for one in (document, *(shape for _, shape in document.get("others", ())[:MAX_MEMBERS])):
+            sizes, total = [len(json.dumps(one)) for one in unlike], 0
+            for one in (document, *(shape for _, shape in document.get("others", ())[:MOST_INSPECTED])):
                 kinds, names = one.pop("segments")[:MOST_SEGMENTS], one.pop("names")
+                total += sum(sizes[kind] for kind in kinds)
+                if total > MOST_UNPACKED_BYTES:
+                    raise ValueError(f"the packed sizes of a model are more than {MOST_UNPACKED_BYTES} bytes")
                 segments = [{**unlike[kind], "name": name} for kind, name in zip(kinds, names, strict=True)]
                 one |= {"embedding": segments[0], "blocks": segments[1:-1], "head": segments[-1]}
             return cls.from_json(json.dumps(document))
@@ -267,11 +279,6 @@ class ModelShape:
 
 
 _DOCUMENT = TypeAdapter(ModelShape)
-
-
-def adapters(model: Model) -> str:
-    """What distinguishes members with one source or entry point."""
-    return "" if model.lora is None else model.lora.model_dump_json()
 
 
 def shape_of(spec: TrainingJobSpec, device: DeviceKind = "Cpu") -> ModelShape:

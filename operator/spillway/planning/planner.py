@@ -153,7 +153,7 @@ def _planned(job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explaine
         if what in known:
             return known[what]
         device, host, nvme = (max(0, budget[tier] - reserved.get(tier, 0)) for tier in Tier)
-        shape = overrides.shape and overrides.shape.of_member(member.spec.model, job.spec.model)
+        shape = overrides.shape and overrides.shape.of_member(member.spec, job.spec)
         # What ran out is known of the whole sweep, not of a member.
         left = replace(
             overrides,

@@ -297,9 +297,7 @@ def emptydir_bytes(
     if spec.checkpoint.claim is not None:
         return _scratch_bytes(spec)
     members = named_specs(spec)
-    sizes = {
-        name: checkpoint_bytes(one, device, shape if one.model == spec.model else None) for name, one in members.items()
-    }
+    sizes = {name: checkpoint_bytes(one, device, shape and shape.of_member(one, spec)) for name, one in members.items()}
     return _emptydir_bytes(spec, sizes, text_bytes)
 
 

@@ -142,7 +142,7 @@ def _parking_seconds(nbytes: int, num_tensors: int, node: NodeSpec) -> float:
 
 
 def _shape(one: TrainingJob, job: TrainingJob, shape: ModelShape | None, node: NodeSpec) -> ModelShape:
-    inspected = shape and shape.of_member(one.spec.model, job.spec.model)
+    inspected = shape and shape.of_member(one.spec, job.spec)
     return inspected or shape_of(one.spec, node.device_kind)
 
 

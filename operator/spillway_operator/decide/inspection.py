@@ -13,6 +13,7 @@ job's own pods get.
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Any
 
 from spillway.api.limits import FETCH_DEADLINE_SECONDS, INSPECTION_DEADLINE_SECONDS, INSPECTION_MEMORY_BYTES
@@ -29,6 +30,7 @@ from .case import Case
 from .conditions import Finding, false, unknown
 from .manifests import (
     CLAIMS_DIRECTORY,
+    DOWNLOADS_LABEL,
     INSPECTION_LABEL,
     QUEUE_LABEL,
     inspection_pod,
@@ -67,8 +69,7 @@ def inspected(case: Case, job: TrainingJob, seen: Inspection) -> ModelShape | De
     name = job.metadata.name
     if seen.shape:
         shape = read_shape(seen.shape)
-        models = [one.model for one in solo_specs(job.spec) if one.model.config is None]
-        if shape is not None and all(shape.of_member(model, job.spec.model) for model in models):
+        if shape is not None and all(shape.of_member(one, job.spec) for one in solo_specs(job.spec)):
             return shape
         what = "model sizes that this operator can read" if shape is None else "the sizes of all members' models"
         problem = (
@@ -90,6 +91,7 @@ def inspected(case: Case, job: TrainingJob, seen: Inspection) -> ModelShape | De
     return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, message))
 
 
+@lru_cache(maxsize=64)
 def read_shape(text: str) -> ModelShape | None:
     """The shape in a packed text, if its sizes are positive and bounded."""
     try:
@@ -134,6 +136,8 @@ def _job(case: Case, job: TrainingJob) -> Manifest:
     """Runs one pod once, where the job's pods may run."""
     spec, name, facts = job.spec, job.metadata.name, case.observed.facts
     labels = {INSPECTION_LABEL: name}  # not those by which attempts are watched
+    if _fetched(spec):
+        labels[DOWNLOADS_LABEL] = "true"
     if spec.scheduling.queue_name:
         labels[QUEUE_LABEL] = spec.scheduling.queue_name
     claims = {claim: f"{CLAIMS_DIRECTORY}/{claim}" for claim in read_claims(spec)}

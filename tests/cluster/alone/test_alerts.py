@@ -248,18 +248,19 @@ def proxied() -> Iterator[str]:
 def test_an_operator_with_an_expired_certificate_without_metrics_and_without_a_right(
     fast: Bed, spillway: Installed, operator_image: OperatorImage, namespace: str
 ) -> None:
+    before = frozenset(firing(fast))  # of the tests before
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "expired", "namespace": SYSTEM_NAMESPACE}}
     fast.apply({**secret, "type": "kubernetes.io/tls", "stringData": expired_certificate()})
     try:
         with proxied() as url:
             faulty = ("progress.tls.secretName=expired", f"prometheus.url={url}", f"serviceAccount.name={ACCOUNT}")
             install(fast, operator_image, (*ON_REAL_NODES, *faulty))
-            fires(fast, "SpillwayCertificateExpired")
+            fires(fast, "SpillwayCertificateExpired", before)
             wait_until(
                 lambda: bool(fast.query("spillway_operator_metrics_age_seconds < 10")),
                 why=lambda: "the operator read no metrics", seconds=SECONDS, pause=0.5,
             )  # fmt: skip
-        fires(fast, "SpillwayPlacementMetricsStale", frozenset({"SpillwayCertificateExpired"}))
+        fires(fast, "SpillwayPlacementMetricsStale", before | {"SpillwayCertificateExpired"})
         (binding,) = (
             one["metadata"]["name"]
             for one in fast.get("clusterrolebindings", "-l", f"app.kubernetes.io/instance={RELEASE}")["items"]
@@ -267,7 +268,7 @@ def test_an_operator_with_an_expired_certificate_without_metrics_and_without_a_r
         )
         fast.kubectl("delete", "clusterrolebinding", binding)
         spillway.create(named(example("one-pod", namespace, checkpoint__claim=None), "unseen"))
-        before = frozenset({"SpillwayCertificateExpired", "SpillwayPlacementMetricsStale"})
+        before |= {"SpillwayCertificateExpired", "SpillwayPlacementMetricsStale"}
         fires(fast, "SpillwayOperatorForbidden", before)
     finally:
         install(fast, operator_image)

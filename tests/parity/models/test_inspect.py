@@ -381,7 +381,7 @@ def test_members_with_other_adapters_have_their_own_shapes(tmp_path: Path) -> No
     assert ModelShape.unpacked(shape.packed()) == shape and len(shape.packed()) < 2048
     assert len(shape.others) == 2
     for one in solo_specs(asked):
-        found = shape.of_member(one.model, asked.model)
+        found = shape.of_member(one, asked)
         assert found is not None and one.model.lora is not None
         alone = inspect_module.inspect(one, {})
         assert (found.segments, found.num_trained) == (alone.segments, alone.num_trained)

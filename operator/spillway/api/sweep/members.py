@@ -13,8 +13,15 @@ from pathlib import PurePath
 from typing import Any
 
 from spillway.api.job_file import JobFile
-from spillway.api.limits import MEMBERS_HAVE_STEPS, MEMBERS_ON_ONE_NODE, MEMBERS_SHARE_FILES, NOT_OF_MEMBERS
+from spillway.api.limits import (
+    MEMBERS_HAVE_STEPS,
+    MEMBERS_ON_ONE_NODE,
+    MEMBERS_SHARE_FILES,
+    MOST_INSPECTED,
+    NOT_OF_MEMBERS,
+)
 from spillway.api.manifest import shown, validate
+from spillway.api.model import Model
 from spillway.api.pod import Member
 from spillway.api.sweep.search_space import SearchSpace
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
@@ -86,6 +93,14 @@ def problems_of(job: TrainingJob) -> list[FieldProblem]:
         needless = "compares the members of a sweep, but this job has no members; leave it out"
         return [] if spec.objective is None else [FieldProblem("spec.objective", "{...}", needless)]
     found = [*_names(spec), *_sweep(spec), *_overrides(spec)]
+    if not found and spec.model.config is None:
+        shapes = len({inspected_as(one) for one in solo_specs(spec)})
+        if shapes > MOST_INSPECTED:
+            several = (
+                f"differ in {shapes} combinations of model.lora, training.microBatchSize and training.sequenceLength, "
+                f"and a model from source or entrypoint is built for each of them; use at most {MOST_INSPECTED}"
+            )
+            found = [FieldProblem("spec.members", f"{len(spec.members)} members", several)]
     return found if spec.search is None else _of_parameters(spec, spec.search, found)
 
 
@@ -234,6 +249,16 @@ def named_specs(spec: TrainingJobSpec) -> dict[str, TrainingJobSpec]:
 
 def solo_specs(spec: TrainingJobSpec) -> tuple[TrainingJobSpec, ...]:
     return tuple(named_specs(spec).values())
+
+
+def inspected_as(spec: TrainingJobSpec) -> str:
+    """What the sizes of a model from a source or entry point depend on, of what members may change."""
+    return f"{adapters_of(spec.model)} {spec.training.micro_batch_size} x {spec.training.sequence_length}"
+
+
+def adapters_of(model: Model) -> str:
+    """In words that differ where the sizes of adapters differ."""
+    return "none" if model.lora is None else model.lora.model_dump_json(exclude={"alpha"})
 
 
 def num_corpora(specs: Sequence[TrainingJobSpec]) -> int:

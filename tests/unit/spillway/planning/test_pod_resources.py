@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from cases.job_documents import job, member
 from spillway.api.limits import ENTRY_POINT_MEMORY_BYTES
-from spillway.api.sweep.members import solo_specs
+from spillway.api.model import Lora
+from spillway.api.sweep.members import inspected_as, solo_specs
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.placement.cluster_view import ClusterView, NodeView
 from spillway.placement.place import Placement, Unplaceable, place
@@ -20,6 +21,7 @@ from spillway.plan import MemoryPlan, Tier
 from spillway.planning import pod_resources as pods
 from spillway.planning.corrections import Corrections
 from spillway.planning.hardware import NodeSpec, local_node, resolve_node
+from spillway.planning.model_shape import model_shape
 from spillway.planning.planner import Overrides, make_plan, shared_memory
 from spillway.planning.pod_resources import PodResources, pod_resources
 from spillway.units import GIB, MIB
@@ -371,6 +373,19 @@ def test_text_to_evaluate_on_has_room_for_tokens_of_its_own() -> None:
     held = job({"spec.data": {"builtin": "PythonStdlib", "evaluation": {"text": {"claim": "held"}}}}).spec
     more = pods.emptydir_bytes(held, "Cpu") - pods.emptydir_bytes(job().spec, "Cpu")
     assert more == pods.CORPUS_FALLBACK_BYTES
+
+
+def test_members_of_an_inspected_model_keep_checkpoints_of_their_own_sizes() -> None:
+    model = {"source": {"path": "/models/a"}, "lora": {"rank": 4}}
+    members = [{"name": f"r{rank}", "model": {"lora": {"rank": rank}}} for rank in (4, 8)]
+    document = job().spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    spec = TrainingJobSpec.model_validate(document | {"model": model, "members": members})
+    wide, narrow = (model_shape(job().spec.model.transformer, "bfloat16", lora=Lora(rank=rank)) for rank in (8, 4))
+    shape = replace(narrow, others=((inspected_as(solo_specs(spec)[1]), wide),))
+    alike = replace(narrow, others=((inspected_as(solo_specs(spec)[1]), narrow),))
+    more = pods.emptydir_bytes(spec, "Cpu", shape=shape) - pods.emptydir_bytes(spec, "Cpu", shape=alike)
+    own, other = (pods.checkpoint_bytes(solo_specs(spec)[1], "Cpu", one) for one in (wide, narrow))
+    assert more >= own - other > 0
 
 
 def test_sweep_grace_period_covers_its_largest_members_checkpoint() -> None:

@@ -13,7 +13,8 @@ import pytest
 from cases.job_documents import job
 from harness.cluster_model import NAME, NAMESPACE, UID, place
 from harness.observations import NOW, condition, decide, observed
-from spillway.api.model import Lora
+from spillway.api.sweep.members import inspected_as, solo_specs
+from spillway.api.training_job import TrainingJobSpec
 from spillway.placement.cluster_view import ClusterView
 from spillway.planning.model_shape import ModelShape, model_shape, shape_of
 from spillway_operator.decide import inspection
@@ -175,7 +176,7 @@ def test_members_are_planned_from_the_shapes_of_their_own_adapters() -> None:
     assert "does not hold the sizes of all members' models; delete it and the Job that made it" in message
     assert f"configmap/{NAME}-model job/{NAME}-inspect -n team" in message
     own = seen(Inspection(), members).job.spec
-    others = tuple((Lora.model_validate({"rank": rank}).model_dump_json(), SHAPE) for rank in (2, 8))
+    others = tuple((inspected_as(one), SHAPE) for one in solo_specs(TrainingJobSpec.model_validate_json(own)))
     known = replace(SHAPE, others=others)
     asked: list[ClusterView] = []
 
@@ -227,6 +228,10 @@ def packed(document: Any) -> str:
         "", "x", "ünïcödé", packed([]), packed({}), packed({"unlike": [], "names": [], "segments": []}),
         packed({"unlike": [{}], "names": ["a"] * 9999, "segments": [0] * 9999}), SHAPE.packed()[:-8],
         base64.b85encode(zlib.compress(b" " * (64 << 20))).decode(),
+        packed({
+            "unlike": [[0] * 20_000],
+            "others": [["a", {"names": ["a"] * 4096, "segments": [0] * 4096}]] * 16, "names": ["a"], "segments": [0],
+        }),
         replace(SHAPE, hidden_size=-1).packed(), replace(SHAPE, vocab_size=2**70).packed(),
     ],
     ids=lambda text: f"{len(text)} characters",
