@@ -294,6 +294,7 @@ def test_nothing_else_passes_into_or_out_of_a_trainer(major: str) -> None:
         "node exporter",
         "a trainer elsewhere",
         "an inspection",
+        "a download",
     }
     assert out == {("operator", 8443), *((target, 53) for target in elsewhere)}
 
