@@ -120,8 +120,11 @@ def _end_remains(state: State, programs: Path) -> None:
     """Of a bed of another checkout, or of older programs, that was killed: no part of it can be used, or is in use."""
     links = ((state.checkout, REPOSITORY), (state.bin, programs))
     foreign = any(link.is_symlink() and link.resolve() != target.resolve() for link, target in links)
-    if foreign and state.machine.exists() and not runs(state):
-        _end(state)
+    if foreign and not runs(state):
+        if state.machine.exists():
+            _end(state)
+        else:  # only its folder is left: its end was interrupted
+            machine.remove_state(state)
 
 
 def _link(link: Path, target: Path) -> None:
