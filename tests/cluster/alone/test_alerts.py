@@ -123,8 +123,10 @@ def run_the_runbook(bed: Bed, alert: Document) -> None:
     }  # fmt: skip
     words = {"-n spillway": f"-n {SYSTEM_NAMESPACE}", "spillway:spillway": f"{SYSTEM_NAMESPACE}:{ACCOUNT}"}
     words |= {"NAMESPACE": alert.get("namespace", "default"), "JOB": alert.get("training_job", "-")}
-    shell = Shell(bed.state.data, environment, words)
-    for command in commands_of(page):
+    asked = commands_of(page)
+    answers_no = {command: (0, 1) for command in asked if command.startswith("kubectl auth can-i")}
+    shell = Shell(bed.state.data, environment, words, answers_no)
+    for command in asked:
         if not command.startswith(CHANGES_SOMETHING) and not {"NODE", "POD", "CLAIM"} & set(shlex.split(command)):
             print(f"\n$ {command}\n{shell.run(command)[-1500:]}")
 
@@ -153,30 +155,28 @@ def test_a_job_that_runs_out_of_memory_again(fast: Bed, spillway: Installed, nam
     job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "filled")
     pod = trains(spillway, namespace, job)
     for attempt in (1, 2):
-        with suppress(Failed):  # the neighbours end with their container
-            fast.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", FILL)
+        # The kernel may take the neighbours before the rank: then once more.
+        while spillway.job(namespace, "filled")["status"]["attempts"]["total"] == attempt:
+            with suppress(Failed):  # the neighbours end with their container
+                fast.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", FILL)
         found = spillway.until(
-            lambda found, ended=attempt: found["status"]["attempts"]["total"] == ended + 1
-            and found["status"].get("progress", {}).get("step", 0) > 0,
-            namespace, "filled", SECONDS,
-        )  # fmt: skip
+            lambda found: found["status"].get("progress", {}).get("step", 0) > 0, namespace, "filled", SECONDS
+        )
         assert len(found["status"]["escalations"]) == attempt
         pods = spillway.children("pod", namespace, "filled")
-        pod = next(one["metadata"]["name"] for one in pods if one["status"]["phase"] == "Running")
+        (pod,) = (one["metadata"]["name"] for one in pods if f"-{attempt + 1}-0-" in one["metadata"]["name"])
     fires(fast, "SpillwayJobOutOfMemory", namespace=namespace, training_job="filled")
 
 
-def test_a_checkpoint_volume_that_is_full(fast: Bed, spillway: Installed, namespace: str) -> None:
+def test_a_checkpoint_volume_that_rejects_writes(fast: Bed, spillway: Installed, namespace: str) -> None:
     folder = fast.claim("one-pod", namespace)
     owner = folder.stat().st_uid
-    run(["mount", "-t", "tmpfs", "-o", f"size=256m,uid={owner},gid={owner},mode=2775", "tmpfs", folder])
+    run(["mount", "-t", "tmpfs", "-o", f"size=512m,uid={owner},gid={owner},mode=2775", "tmpfs", folder])
     try:
-        job = named(example("one-pod", namespace, training__steps=LONG, checkpoint__everySteps=20), "saves")
+        job = named(example("one-pod", namespace, training__steps=LONG, checkpoint__claim="one-pod"), "saves")
         trains(spillway, namespace, job)
         spillway.until(lambda found: "checkpoint" in found["status"], namespace, "saves")
-        with suppress(OSError), (folder / "fill").open("wb") as file:
-            while True:
-                file.write(bytes(1 << 16))
+        run(["mount", "-o", "remount,ro", folder])
         fires(fast, "SpillwayCheckpointNotWritten", namespace=namespace, training_job="saves")
         fast.kubectl("delete", "trainingjobs.spillway.dev", "saves", "-n", namespace, "--timeout=120s")
         wait_until(lambda: not spillway.children("pod", namespace, "saves"), why=lambda: "its pod stays", pause=0.5)
@@ -261,12 +261,7 @@ def test_an_operator_with_an_expired_certificate_without_metrics_and_without_a_r
                 why=lambda: "the operator read no metrics", seconds=SECONDS, pause=0.5,
             )  # fmt: skip
         fires(fast, "SpillwayPlacementMetricsStale", before | {"SpillwayCertificateExpired"})
-        (binding,) = (
-            one["metadata"]["name"]
-            for one in fast.get("clusterrolebindings", "-l", f"app.kubernetes.io/instance={RELEASE}")["items"]
-            if one["roleRef"]["name"] == RELEASE
-        )
-        fast.kubectl("delete", "clusterrolebinding", binding)
+        fast.kubectl("delete", "clusterrolebindings", "-l", f"app.kubernetes.io/instance={RELEASE}")
         spillway.create(named(example("one-pod", namespace, checkpoint__claim=None), "unseen"))
         before |= {"SpillwayCertificateExpired", "SpillwayPlacementMetricsStale"}
         fires(fast, "SpillwayOperatorForbidden", before)
