@@ -32,9 +32,9 @@ _NODE_GONE = ("DeletionByTaintManager", "DeletionByPodGC")
 """Reasons of DisruptionTarget: the node stopped answering, or its object was deleted."""
 _NODE_SHUT_DOWN = ("NodeLost", "NodeShutdown", "Shutdown", "Terminated")
 """Reasons in a pod's status, from the kubelet or the node controller."""
-_WAITED_IN_VAIN = re.compile(r"rank \d+ waited ")
-"""Begin of the trainer's message when a rank gave up waiting for one that never appeared. For a rank that disappeared
-it is "another rank ended while this one waited for ..."."""
+_WAITED_IN_VAIN = re.compile(r"rank \d+ (?:waited|could not connect) ")
+"""Begin of the trainer's message when a rank gave up on one that never appeared (parallel/distributed.py). For a rank
+that disappeared it is "another rank ended while this one waited for ..."."""
 FREE_SHORT_ATTEMPTS = 3
 """After this many short attempts in a row, a pod that vanished without a trace no longer counts as a disruption."""
 

@@ -170,7 +170,8 @@ REASONS: dict[str, dict[str, str]] = {
         "Fresh": "live metrics were used for the placement of the current attempt",
         "Stale": "False: live metrics were too old or not available; the attempt was placed without them",
         "NotConfigured": "False: the operator has no source of metrics; the attempt was placed without them",
-        "NoNodeView": "False: the operator has no permission to list nodes; the plan comes from the catalog",
+        "NoNodeView": "False: the operator has no permission to list nodes; the attempt is planned for a node of the "
+        "built-in catalog of hardware",
     },
     SUSPENDED: {
         SUSPENDED_BY_USER: "spec.suspend is true and nothing runs",

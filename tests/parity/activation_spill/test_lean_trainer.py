@@ -266,8 +266,8 @@ def test_a_run_refuses_what_would_not_be_rebuilt(tmp_path: Path) -> None:
         checkpoint_directory=here, spill_directory=here, termination_message_path=here, compute_threads=1,
     )  # fmt: skip
     for changes, why in (
-        ({"mode": "Disabled"}, "no tensors that autograd saves"),
-        ({"strategy": "Fsdp"}, "one segment at a time"),
+        ({"mode": "Disabled"}, "keeps all tensors that autograd saves"),
+        ({"strategy": "Fsdp"}, "of only one segment"),
     ):
         with pytest.raises(UserError, match=why):
             assemble(file, lean.model_copy(update=changes))

@@ -127,7 +127,7 @@ def test_another_output_says_how_it_is_used(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("steps", "threads", "sentence"),
-    [(6, CORES, "5 are needed"), (12, 8, "this run used 8 threads, but 2 cores")],
+    [(6, CORES, "at least 5 are required"), (12, 8, "this run used 8 threads, but 2 cores")],
 )
 def test_a_run_that_tells_nothing_is_refused_and_nothing_is_written(
     steps: int, threads: int, sentence: str, tmp_path: Path, own_state: Path, capsys: pytest.CaptureFixture[str]

@@ -177,7 +177,7 @@ def test_ctrl_c_deletes_the_job(server: FakeApiServer, monkeypatch: pytest.Monke
         ([NODE], "--image"),
         ([NODE, "--image", "x", "--directory", "."], "--directory: only applies to this machine"),
         ([NODE, "--image", "x", "--from", "run"], "--from: only applies to this machine"),
-        (["--image", "x"], "name it"),
+        (["--image", "x"], "name the node"),
         (["-n", "team-a"], "--namespace: only applies to a cluster node"),
     ],
 )

@@ -247,7 +247,9 @@ def test_checkpoints_of_the_split_at_the_end_are_of_another_run(tmp_path: Path) 
 def test_too_small_corpus_is_refused_with_numbers(
     tmp_path: Path, num_tokens: int, fraction: float, needed: int
 ) -> None:
-    with pytest.raises(UserError, match=rf"has {num_tokens} tokens, and training\.sequenceLength 8 .* least {needed}"):
+    with pytest.raises(
+        UserError, match=rf"has {num_tokens} tokens, but spec\.training\.sequenceLength 8 .* least {needed}"
+    ):
         batches_of(tmp_path, num_tokens, fraction=fraction)
 
 
