@@ -20,8 +20,8 @@ def of_fleet(metric: Metric, **labels: str) -> str:
 
 
 def in_range(by: str, metric: Metric, **labels: str) -> str:
-    """What was counted in the time range shown, without zeros."""
-    return f"sum by ({by}) (increase({of_fleet(metric, **labels)}[{RANGE}])) > 0"
+    """What was counted in the time range shown, without zeros; `increase` extrapolates, so it is rounded."""
+    return f"round(sum by ({by}) (increase({of_fleet(metric, **labels)}[{RANGE}]))) > 0"
 
 
 def quantiles(metric: Metric, chosen: str, window: str = RATE_WINDOW) -> tuple[Query, ...]:

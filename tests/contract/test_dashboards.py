@@ -36,7 +36,7 @@ COLUMNS = 24
 UNITS = {"short", "s", "bytes", "Bps", "percentunit"}
 KEYWORDS = {
     "max", "min", "sum", "avg", "count", "by", "rate", "increase", "deriv", "resets", "time", "offset", "or", "vector",
-    "topk", "bottomk", "clamp_max", "on", "min_over_time", "sort_desc", "histogram_quantile", "label_replace",
+    "topk", "bottomk", "clamp_max", "on", "min_over_time", "round", "sort_desc", "histogram_quantile", "label_replace",
 }  # fmt: skip
 
 
