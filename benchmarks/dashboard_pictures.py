@@ -86,7 +86,7 @@ def text(x: float, y: float, words: str, size: int = 11, anchor: str = "start", 
     )
 
 
-def panel(model: dict[str, Any], shown: Shown, marks: list[tuple[float, str]], fill: dict[str, str]) -> list[str]:
+def panel(model: dict[str, Any], shown: Shown, marks: list[tuple[float, str]], chosen: grafana.Chosen) -> list[str]:
     place = model["gridPos"]
     left, top = place["x"] * CELL + 3, TOP + place["y"] * LINE + 3
     width, height = place["w"] * CELL - 6, place["h"] * LINE - 6
@@ -95,7 +95,7 @@ def panel(model: dict[str, Any], shown: Shown, marks: list[tuple[float, str]], f
     curves = [
         curve
         for target in model["targets"]
-        for curve in shown.ask(_filled(target["expr"], fill), target["legendFormat"], at_the_end=target["instant"])
+        for curve in shown.ask(chosen.filled(target["expr"]), target["legendFormat"], at_the_end=target["instant"])
     ]
     parts = [
         f'<rect x="{left}" y="{top}" width="{width}" height="{height}" rx="3" fill="#fff" stroke="#ddd"/>',
@@ -199,17 +199,11 @@ def _graph(
     return parts
 
 
-def _filled(expression: str, fill: dict[str, str]) -> str:
-    for name, value in fill.items():
-        expression = expression.replace(name, value)
-    return expression
-
-
-def _marks(model: dict[str, Any], shown: Shown, fill: dict[str, str]) -> list[tuple[float, str]]:
+def _marks(model: dict[str, Any], shown: Shown, chosen: grafana.Chosen) -> list[tuple[float, str]]:
     """Time and colour of each event; samples that follow one another are one."""
     found: list[tuple[float, str]] = []
     for annotation in model["annotations"]["list"]:
-        for curve in shown.ask(_filled(annotation["expr"], fill), ""):
+        for curve in shown.ask(chosen.filled(annotation["expr"]), ""):
             if annotation["useValueForTime"]:
                 times = sorted({value / 1000 for _, value in curve.samples})
             else:
@@ -221,24 +215,18 @@ def _marks(model: dict[str, Any], shown: Shown, fill: dict[str, str]) -> list[tu
 
 
 def picture(model: dict[str, Any], shown: Shown, namespace: str, job: str) -> str:
-    fill = {
-        grafana.RATE_WINDOW: WINDOW,
-        grafana.RANGE: f"{shown.end - shown.start:.0f}s",
-        "$namespaces": ".*",
-        "$namespace": namespace,
-        "$training_job": job,
-    }
+    chosen = grafana.Chosen(namespace, job, ".*", WINDOW, f"{shown.end - shown.start:.0f}s")
     width = grafana.COLUMNS * CELL
     height = TOP + LINE * max(one["gridPos"]["y"] + one["gridPos"]["h"] for one in model["panels"])
-    marks = _marks(model, shown, fill)
-    chosen = f"{namespace} / {job}" if model["annotations"]["list"] else ""
+    marks = _marks(model, shown, chosen)
+    whose = f"{namespace} / {job}" if model["annotations"]["list"] else ""
     when = time.strftime("%Y-%m-%d", time.gmtime(shown.end))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
         f'<rect width="{width}" height="{height}" fill="#f4f5f5"/>',
-        text(8, 23, f"{model['title']}   {chosen}", 16),
+        text(8, 23, f"{model['title']}   {whose}", 16),
         text(width - 8, 22, f"drawn from Prometheus, without Grafana · {when}", 10, "end", "#777"),
-        *(part for one in model["panels"] for part in panel(one, shown, marks, fill)),
+        *(part for one in model["panels"] for part in panel(one, shown, marks, chosen)),
     ]
     return "\n".join([*parts, "</svg>", ""])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import alerts
 from cluster_dashboards import FLEET, OPERATOR
-from grafana import JOB_PAGE, OF_A_JOB, RANGE, RATE_WINDOW, RESOLUTION, Dashboard, Event, Panel, Query, Row
+from grafana import JOB_LABELS, JOB_PAGE, RANGE, RATE_WINDOW, RESOLUTION, Dashboard, Event, Panel, Query, Row
 from spillway import metrics
 from spillway.metrics import MEMBER_LABEL, RANK_LABEL, Metric, Phase
 from spillway.plan import Tier
@@ -16,10 +16,12 @@ from spillway.plan import Tier
 # --- queries ----------------------------------------------------------------------------------------------------------
 
 
+THIS_JOB = {label: f"${label}" for label in JOB_LABELS}
+
+
 def of_job(metric: Metric, **labels: str) -> str:
     """The job's series of `metric`."""
-    chosen = {label: f"${label}" for label in OF_A_JOB} | labels
-    return metric.name + "{" + ",".join(f'{label}="{value}"' for label, value in chosen.items()) + "}"
+    return alerts.selected(metric, **(THIS_JOB | labels))
 
 
 def once(metric: Metric) -> str:
@@ -46,14 +48,16 @@ RECENT = "2m"
 
 def ended_now(kinds: str) -> str:
     """A sample by kind while the end of an attempt is new."""
-    chosen = {label: f"${label}" for label in OF_A_JOB}
-    return f"{alerts.growth('kind', metrics.OPERATOR_JOB_ENDED_ATTEMPTS, RECENT, kind=f'~{kinds}', **chosen)} > 0"
+    return f"{alerts.growth('kind', metrics.OPERATOR_JOB_ENDED_ATTEMPTS, RECENT, kind=f'~{kinds}', **THIS_JOB)} > 0"
 
 
-EVENTS = (
-    Event("Checkpoint", f"{once(metrics.CHECKPOINT_TIMESTAMP)} * 1000", "green", at_value=True),
+ATTEMPTS = (
     Event("Attempt ended early", ended_now("restart|disruption"), "red"),
     Event("Out of memory: next attempt with another plan", ended_now("memory"), "orange"),
+)
+EVENTS = (
+    Event("Checkpoint", f"{once(metrics.CHECKPOINT_TIMESTAMP)} * 1000", "green", at_value=True),
+    *ATTEMPTS,
     Event(
         "Live correction: smaller spill files",
         f"max(resets({of_job(metrics.SPILL_FILE_BYTES)}[{RECENT}])) > 0",
@@ -221,7 +225,7 @@ JOB = Dashboard(
     "Spillway / Job",
     "One TrainingJob: whether it makes progress, how far it is, how well it learns, and what a crash would cost.",
     (NOW, LEARNING, SPEED_ROW, SAFETY),
-    OF_A_JOB,
+    JOB_LABELS,
     events=EVENTS,
 )
 
@@ -351,7 +355,7 @@ MEMORY_TIERS = Dashboard(
     "Spillway / Memory tiers",
     "Bytes of a TrainingJob in each memory tier and rank, compared with plan and budget; and what moving them costs.",
     (TIERS, HEADROOM, TRAFFIC),
-    OF_A_JOB,
+    JOB_LABELS,
     events=EVENTS,
 )
 
@@ -415,9 +419,9 @@ SWEEP = Dashboard(
     "Spillway / Sweep",
     "The members (models) of one sweep: how far each is, which is the best, which were stopped.",
     (MEMBERS, CURVES),
-    OF_A_JOB,
+    JOB_LABELS,
     metrics.MEMBER_STEP,
-    events=EVENTS[1:3],  # each turn ends with a checkpoint, and no spill file shrinks
+    events=ATTEMPTS,  # each turn ends with a checkpoint, and no spill file shrinks
 )
 
 ALL = (FLEET, JOB, MEMORY_TIERS, SWEEP, OPERATOR)

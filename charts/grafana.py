@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 COLUMNS = 24
 """of Grafana's grid"""
-OF_A_JOB = (NAMESPACE_LABEL, JOB_LABEL)
+JOB_LABELS = (NAMESPACE_LABEL, JOB_LABEL)
 JOB_PAGE = "job"
 """name of the dashboard that a row of a table opens"""
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -162,7 +162,7 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | table.Panel:
         made.graph_mode(common_models.BigValueGraphMode.NONE)
         made.reduce_options(common_builders.ReduceDataOptions().calcs(["lastNotNull"]))
     else:
-        chosen = [f"var-{label}=${{__data.fields.{label}}}" for label in OF_A_JOB]
+        chosen = [f"var-{label}=${{__data.fields.{label}}}" for label in JOB_LABELS]
         page = f"/d/spillway-{JOB_PAGE}?" + "&".join([*chosen, "var-datasource=${datasource}", "${__url_time_range}"])
         made = table.Panel().data_links([builders.DashboardLink("Open the job's dashboard").url(page)])
     steps = [models.Threshold(color="green")]
@@ -183,22 +183,34 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | table.Panel:
     return made
 
 
-def expressions(
-    dashboard: Json, namespace: str, training_job: str, window: str = "1m", shown: str = "1h"
-) -> list[tuple[str, str]]:
-    """Title and PromQL of every query of a dashboard's JSON, Grafana's variables filled in; then of the annotations.
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What Grafana's variables stand for."""
 
-    `window` stands for the interval of rates, `shown` for the time range of the page; both are PromQL durations.
-    """
-    values = {
-        RATE_WINDOW: window,
-        RANGE: shown,
-        f"${NAMESPACE_LABEL}s": namespace,
-        f"${NAMESPACE_LABEL}": namespace,
-        f"${JOB_LABEL}": training_job,
-    }
+    namespace: str
+    training_job: str
+    namespaces: str = ""
+    """an expression; empty: the namespace alone"""
+    window: str = "1m"
+    """of rates, as a PromQL duration"""
+    shown: str = "1h"
+    """the time range of the page"""
+
+    def filled(self, expression: str) -> str:
+        values = {
+            RATE_WINDOW: self.window,
+            RANGE: self.shown,
+            f"${NAMESPACE_LABEL}s": self.namespaces or self.namespace,
+            f"${NAMESPACE_LABEL}": self.namespace,
+            f"${JOB_LABEL}": self.training_job,
+        }
+        for name, value in values.items():
+            expression = expression.replace(name, value)
+        return expression
+
+
+def expressions(dashboard: Json, chosen: Chosen) -> list[tuple[str, str]]:
+    """Title and PromQL of every query of a dashboard's JSON, Grafana's variables filled in; then of the annotations."""
     found = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", [])]
     found += [(annotation["name"], annotation["expr"]) for annotation in dashboard["annotations"]["list"]]
-    for name, value in values.items():
-        found = [(title, expression.replace(name, value)) for title, expression in found]
-    return found
+    return [(title, chosen.filled(expression)) for title, expression in found]

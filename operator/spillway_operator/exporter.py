@@ -151,7 +151,7 @@ class OperatorExporter(Collector):
             for level in self._levels.values():
                 level.remove_by_labels({NAMESPACE_LABEL: gone})
         self._namespaces[name] = None
-        for metric in LEVELS:
-            for label in EXPECTED.get(metric, ()):
+        for metric, labels in EXPECTED.items():
+            for label in labels:
                 self._levels[metric.name].labels(name, *label)  # 0, so that a rate sees the first
         return name

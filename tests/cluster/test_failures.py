@@ -10,7 +10,8 @@ import json
 import time
 from contextlib import suppress
 
-from harness.installed import LONG, Document, Installed, changed, example, named, on_fake_nodes
+from harness.chart_queries import alert_query, panel_query
+from harness.installed import FILL, LONG, TRAINERS, Document, Installed, changed, example, named, on_fake_nodes
 from spillway.errors import RANK_CRASHED, ExitCode, reason_of
 from spillway.feedback.ladder import MOST_MEMORY_TRIES
 from spillway.feedback.retries import OOM_KILLED, POD_DELETED, Retry, retry_of
@@ -36,15 +37,6 @@ def fake_failure(namespace: str, name: str, code: int, message: str, reason: str
 def left_by_the_trainer(code: int) -> str:
     said = {"v": 1, "reason": reason_of(code), "exitCode": code, "rank": 0, "step": 7, "message": f"sentence of {code}"}
     return json.dumps(said)
-
-
-def shown(dashboard: str, title: str, namespace: str, job: str = "") -> str:
-    """The first query of a panel or event of a dashboard."""
-    import dashboards  # charts/: on the path by conftest
-    from grafana import as_json, expressions
-
-    (model,) = (as_json(one) for one in dashboards.ALL if one.name == dashboard)
-    return dict(reversed(expressions(model, namespace, job)))[title]
 
 
 ENDINGS = [
@@ -80,8 +72,6 @@ def test_each_exit_code_has_its_reason_and_its_retry(spillway: Installed, namesp
 def test_prometheus_counts_each_end_by_its_reason_and_the_alert_names_the_jobs(
     spillway: Installed, namespace: str
 ) -> None:
-    import alerts  # charts/: on the path by conftest
-
     codes = (1, int(ExitCode.USER_ERROR))
     for code in codes:
         spillway.create(fake_failure(namespace, f"counts-{code}", code, left_by_the_trainer(code)))
@@ -89,11 +79,10 @@ def test_prometheus_counts_each_end_by_its_reason_and_the_alert_names_the_jobs(
         spillway.wait(namespace, f"counts-{code}", "Failed", 60)
     ends = f'{OPERATOR_ATTEMPTS_ENDED.name}{{namespace="{namespace}",reason='
     spillway.until_measured({ends + f'"{RANK_CRASHED}"}}': 2.0, ends + f'"{ExitCode.USER_ERROR.reason}"}}': 1.0})
-    (failed,) = (alert.expression for alert in alerts.ALL if alert.name == "SpillwayJobFailed")
-    named = {one.labels["training_job"]: one.labels["reason"] for one in spillway.bed.query(failed)
-             if one.labels["namespace"] == namespace}  # fmt: skip
+    failed = spillway.bed.query(alert_query("SpillwayJobFailed"))
+    named = {one.labels["training_job"]: one.labels["reason"] for one in failed if one.labels["namespace"] == namespace}
     assert named == {f"counts-{code}": reason_of(code) for code in codes}
-    rows = spillway.bed.query(shown("fleet", "Why, and for how long", namespace))
+    rows = spillway.bed.query(panel_query("fleet", "Why, and for how long", namespace))
     assert {(row.labels["training_job"], row.labels["condition"]) for row in rows} == {
         (f"counts-{code}", "Failed") for code in codes
     }
@@ -132,18 +121,6 @@ def test_a_wrong_path_fails_at_once_with_the_trainers_sentence(spillway: Install
     assert "/nowhere" in failed["message"]
 
 
-FILL = """
-import os, time
-for _ in range(200):
-    if os.fork() == 0:
-        held = bytearray(b'1') * (48 << 20)
-        time.sleep(60)
-        os._exit(0)
-    time.sleep(0.05)
-"""
-"""many small processes: the rank stays the largest, and that is the one that the kernel takes"""
-
-
 def test_out_of_memory_in_a_rank_alone_is_named_and_gets_a_larger_pod(spillway: Installed, namespace: str) -> None:
     """Process 1, the launcher, lives on: it ends the pod with the rank's code."""
     job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "filled")
@@ -154,7 +131,9 @@ def test_out_of_memory_in_a_rank_alone_is_named_and_gets_a_larger_pod(spillway: 
     (one,) = job["status"]["escalations"]
     assert (one["attempt"], one["reason"]) == (1, OOM_KILLED)
     assert "more than its plan needs" in one["change"]
-    spillway.until_measured({shown("job", "Out of memory: next attempt with another plan", namespace, "filled"): 1.0})
+    spillway.until_measured(
+        {panel_query("job", "Out of memory: next attempt with another plan", namespace, "filled"): 1.0}
+    )
     assert job["status"]["attempts"].get("restarts", 0) == 0
 
 
@@ -173,8 +152,7 @@ def test_a_killed_rank_restarts_all_from_the_checkpoint(spillway: Installed, nam
     spillway.until(lambda found: found["status"].get("checkpoint", {}).get("step", 0) >= 10, namespace, name)
     pods = spillway.children("pod", namespace, name)
     second = next(pod["metadata"]["name"] for pod in pods if "-1-1-" in pod["metadata"]["name"])
-    kill = "import os, signal; [os.kill(int(p), signal.SIGKILL) for p in os.listdir('/proc') if p.isdecimal() and " \
-           "b'spillway_trainer' in open(f'/proc/{p}/cmdline', 'rb').read().split(b'\\0')]"  # fmt: skip
+    kill = TRAINERS.format(signal="SIGKILL")
     spillway.bed.kubectl("exec", second, "-n", namespace, "--", "python", "-c", kill)
     job = restarted(spillway, namespace, name)
     assert job["status"]["attempts"]["lastReason"] == RANK_CRASHED
@@ -184,7 +162,7 @@ def test_a_killed_rank_restarts_all_from_the_checkpoint(spillway: Installed, nam
     (epoch,) = folder.rglob("epoch-2.json")
     resumes_from = CheckpointName.parse(unseal(epoch.read_bytes())["resumes_from"])
     assert resumes_from is not None and resumes_from.epoch == 1 and resumes_from.step >= saved
-    spillway.until_measured({shown("job", "Attempt ended early", namespace, name): 1.0})
+    spillway.until_measured({panel_query("job", "Attempt ended early", namespace, name): 1.0})
 
 
 def test_a_deleted_pod_is_a_disruption_and_costs_no_restart(spillway: Installed, namespace: str) -> None:

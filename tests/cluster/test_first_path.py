@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.chart_queries import until_it_has_data
 from harness.installed import CHART, Document, Installed, OperatorImage, example
-from harness.patience import wait_until
 from spillway.metrics import (
     OPERATOR_ATTEMPTS_ENDED,
     OPERATOR_DEVICE_SECONDS,
@@ -140,22 +139,7 @@ NOT_HERE = {
 @pytest.mark.parametrize("name", sorted({file.stem for file in DASHBOARDS.glob("*.json")} - {"sweep"}))
 def test_every_query_of_the_dashboards_returns_data(trained: Trained, name: str) -> None:
     """`sweep`: in test_sweep.py, for a job with members."""
-    from grafana import expressions  # charts/: on the path by conftest
-
-    dashboard = json.loads((DASHBOARDS / f"{name}.json").read_text(encoding="utf-8"))
-    empty = set[str]()
-
-    def has_data() -> bool:
-        empty.clear()
-        # After the job's end: as the dashboard would have shown it while it ran.
-        empty.update(
-            title
-            for title, expression in expressions(dashboard, trained.namespace, NAME)
-            if title not in NOT_HERE and not trained.bed.query(f"last_over_time(({expression})[10m:2s])")
-        )
-        return not empty
-
-    wait_until(has_data, why=lambda: f"no data: {empty}", seconds=30.0, pause=2.0)  # its end is scraped a little later
+    until_it_has_data(trained.bed, name, trained.namespace, NAME, NOT_HERE)
 
 
 def test_prometheus_holds_the_service_levels_of_the_jobs_namespace(trained: Trained) -> None:

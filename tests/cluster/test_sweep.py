@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from harness.installed import CHART, Document, Installed, example, named
+from harness.chart_queries import until_it_has_data
+from harness.installed import Document, Installed, example, named
 from spillway_trainer.checkpoints.sealed_json import unseal
 
 NAME = "sweep"
@@ -83,15 +84,7 @@ def test_its_progress_is_that_of_all_members_together(swept: Swept) -> None:
 
 
 def test_every_query_of_the_sweeps_dashboard_returns_data(swept: Swept) -> None:
-    from grafana import expressions  # charts/: on the path by conftest
-
-    dashboard = json.loads((CHART / "files" / "dashboards" / "sweep.json").read_text(encoding="utf-8"))
-    empty = []
-    for title, expression in expressions(dashboard, swept.namespace, NAME):
-        # After the job's end: as the dashboard would have shown it while it ran.
-        if not swept.installed.bed.query(f"last_over_time(({expression})[10m:2s])"):
-            empty.append(title)
-    assert {*empty} <= WITHOUT_FAULTS
+    until_it_has_data(swept.installed.bed, "sweep", swept.namespace, NAME, WITHOUT_FAULTS)
 
 
 def test_a_sweep_on_two_devices_whose_pod_is_deleted_trains_every_member_to_its_end(

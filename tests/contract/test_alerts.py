@@ -14,7 +14,7 @@ import alerts
 import chart_files
 import recording_rules
 from cases.alert_cases import CASES, CHECKPOINT_TIME, HEALTHY, AlertCase, Series
-from harness.page_commands import INHIBITED, RUNBOOKS, commands_of
+from harness.page_commands import INHIBITED, RUNBOOKS, SECTIONS, commands_of
 from harness.places import ROOT
 from harness.promtool import needs_promtool, promtool, unit_tested
 from spillway import metrics
@@ -22,8 +22,6 @@ from spillway_cli.__main__ import app
 
 RULES = ROOT / chart_files.FILES / "rules"
 ALERTS = {alert.name: alert for alert in alerts.ALL}
-SECTIONS = dict(re.findall(r"^## (Spillway\w+)\n(.*?)(?=^## |\Z)", RUNBOOKS.read_text("utf-8"), re.M | re.S))
-"""alert -> its text"""
 
 
 def test_the_file_is_in_step_with_its_source() -> None:

@@ -50,7 +50,11 @@ def panels(name: str) -> list[Json]:
 
 def queries() -> list[tuple[str, str]]:
     """(dashboard, expression with variables filled in)"""
-    return [(name, query) for name in FILES for _, query in grafana.expressions(model(name), "team-a", "demo")]
+    return [
+        (name, query)
+        for name in FILES
+        for _, query in grafana.expressions(model(name), grafana.Chosen("team-a", "demo"))
+    ]
 
 
 def metric_of(series: str) -> metrics.Metric:
@@ -128,7 +132,7 @@ def test_every_variable_is_defined_and_filled_in(name: str) -> None:
 
 
 def test_expressions_fill_in_what_they_are_given() -> None:
-    found = grafana.expressions(model("job"), "n", "j", window="7s", shown="9m")
+    found = grafana.expressions(model("job"), grafana.Chosen("n", "j", window="7s", shown="9m"))
     assert found[0] == ("Step", f'max({metrics.STEP.name}{{namespace="n",{metrics.JOB_LABEL}="j"}})')
     assert any("[7s]" in query for _, query in found)
     assert any(f"[9m:{grafana.RESOLUTION}]" in query for _, query in found)

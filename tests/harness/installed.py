@@ -36,6 +36,16 @@ TRAINERS = (
     "b'spillway_trainer' in open(f'/proc/{{p}}/cmdline', 'rb').read().split(b'\\0')]"
 )
 """sends a signal to the ranks of a pod, not to the launcher"""
+FILL = """
+import os, time
+for _ in range(200):
+    if os.fork() == 0:
+        held = bytearray(b'1') * (48 << 20)
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.05)
+"""
+"""many small processes: the rank stays the largest, and that is the one that the kernel takes"""
 REPLICAS = 2
 """of the operator, as the chart has them"""
 LONG = 100_000

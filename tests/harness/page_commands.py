@@ -25,6 +25,8 @@ INHIBITED = {
     for silenced in others.split(", ")
 }
 """(alert, what it silences) -> labels that are equal, as the runbook's table says"""
+SECTIONS = dict(re.findall(r"^## (Spillway\w+)\n(.*?)(?=^## |\Z)", RUNBOOKS.read_text("utf-8"), re.M | re.S))
+"""alert -> the runbook's text"""
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SHELLS = ("bash", "sh", "shell", "console")
 PROGRAM = re.compile(
@@ -41,6 +43,11 @@ def commands_of(page: Path) -> list[str]:
     if page.suffix != ".md":
         comments = re.findall(r"^(?:#  +| {4})(\S.*)$", text, flags=re.MULTILINE)
         return [bare(line) for line in comments if PROGRAM.match(line)]
+    return commands_in(text)
+
+
+def commands_in(text: str) -> list[str]:
+    """The same, of Markdown."""
     found: list[str] = []
     for indent, language, body in BLOCK.findall(text):
         lines = [line.removeprefix(indent) for line in body.replace("\\\n", " ").splitlines()]

@@ -37,6 +37,13 @@ spec:
   - {name: other-seed, training: {seed: 7}}
   - {name: deeper, model: {config: {numLayers: 3}}, training: {optimizer: {name: Lion, learningRate: "1e-3"}}}
 """
+FAILING = """
+  - name: exploding
+    training: {optimizer: {learningRate: "10", name: SgdMomentum}, nonFinite: Fail, gradientClipping: "0",
+               schedule: {name: Constant, warmupSteps: 0}}
+  - {name: textless, data: {text: {path: /no/such/text}}}
+"""
+WITH_FAILING = JOB.replace("  members:\n", f"  members:{FAILING.rstrip()}\n")
 
 
 def sweep_file(output: Path, text: Path, corpus: Path, epoch: int, job: str = JOB, objective: str = "") -> JobFile:
@@ -113,6 +120,13 @@ def final_tensors(checkpoints: Path, step: int) -> dict[str, Tensor]:
     for file in sorted(newest.glob("*.safetensors")):
         found |= load_file(file)
     return found
+
+
+def failing_ones_failed(output: Path) -> None:
+    """The members of FAILING, each for its own reason."""
+    found = states(output)
+    assert "UserError" in found["textless"]["reason"]
+    assert "NonFinite" in found["exploding"]["reason"]
 
 
 def same_as_alone(job: JobFile, name: str, alone: Path, steps: int | None = None) -> None:

@@ -173,26 +173,15 @@ def test_nothing_of_parked_members_is_left_on_the_disk(tmp_path: Path, text: Pat
     assert not list((tmp_path / "spill").iterdir())
 
 
-FAILING = """
-  - name: exploding
-    training: {optimizer: {learningRate: "10", name: SgdMomentum}, nonFinite: Fail, gradientClipping: "0",
-               schedule: {name: Constant, warmupSteps: 0}}
-  - {name: textless, data: {text: {path: /no/such/text}}}
-"""
-
-
 @pytest.mark.ci
 def test_members_that_fail_end_alone_and_the_job_completes_and_names_them(
     tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
 ) -> None:
-    listed = sweep_runs.JOB.replace("  members:\n", f"  members:{FAILING.rstrip()}\n")
-    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, job=listed)
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, job=sweep_runs.WITH_FAILING)
     run(job, 3)
     for name, alone in solo.items():
         same_as_alone(job, name, alone)
-    states = sweep_runs.states(tmp_path)
-    assert "UserError" in states["textless"]["reason"]
-    assert "NonFinite" in states["exploding"]["reason"]
+    sweep_runs.failing_ones_failed(tmp_path)
     (end,) = local_runs.events(tmp_path, "end")
     assert end["exit_code"] == 0
     assert "exploding failed: step" in end["message"] and "textless failed: " in end["message"]
@@ -202,7 +191,7 @@ def test_members_that_fail_end_alone_and_the_job_completes_and_names_them(
 def test_sweep_with_only_failed_members_exits_with_the_code_of_the_first(
     tmp_path: Path, text: Path, corpus: Path
 ) -> None:
-    listed = sweep_runs.JOB[: sweep_runs.JOB.index("  members:")] + f"  members:{FAILING}"
+    listed = sweep_runs.JOB[: sweep_runs.JOB.index("  members:")] + f"  members:{sweep_runs.FAILING}"
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, job=listed)
     assert local_runs.complete(job, sweep_runs.sweep_plan(job, 3)) == ExitCode.NON_FINITE
     (end,) = local_runs.events(tmp_path, "end")

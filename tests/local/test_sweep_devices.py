@@ -82,26 +82,15 @@ def test_whatever_is_killed_each_member_trains_the_same_curve(
         same_as_alone(job, name, alone, 8 if completes else 4)
 
 
-FAILING = """
-  - name: exploding
-    training: {optimizer: {learningRate: "10", name: SgdMomentum}, nonFinite: Fail, gradientClipping: "0",
-               schedule: {name: Constant, warmupSteps: 0}}
-  - {name: textless, data: {text: {path: /no/such/text}}}
-"""
-
-
 @pytest.mark.ci
 def test_members_that_fail_end_alone_on_their_device(
     tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
 ) -> None:
-    listed = sweep_runs.JOB.replace("  members:\n", f"  members:{FAILING.rstrip()}\n")
-    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, job=listed)
+    job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, job=sweep_runs.WITH_FAILING)
     assert attempt(job, 2, 3) == 0, local_runs.log_of(tmp_path, 1)
     for name, alone in solo.items():
         same_as_alone(job, name, alone)
-    states = sweep_runs.states(tmp_path)
-    assert "UserError" in states["textless"]["reason"]
-    assert "NonFinite" in states["exploding"]["reason"]
+    sweep_runs.failing_ones_failed(tmp_path)
 
 
 @pytest.mark.ci

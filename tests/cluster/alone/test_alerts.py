@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from harness.installed import (
+    FILL,
     LONG,
     ON_REAL_NODES,
     RELEASE,
@@ -38,7 +39,7 @@ from harness.installed import (
     install,
     named,
 )
-from harness.page_commands import INHIBITED, RUNBOOKS, Shell, commands_of
+from harness.page_commands import INHIBITED, SECTIONS, Shell, commands_in
 from harness.patience import wait_until
 from testbed.client import Bed
 from testbed.errors import Failed
@@ -54,15 +55,6 @@ SECONDS = 180.0
 ACCOUNT = "faulty"
 """not the account of the other tests, whose rights are held against their use"""
 CHANGES_SOMETHING = ("kubectl edit", "kubectl cordon", "kubectl uncordon", "kubectl rollout", "kubectl delete")
-FILL = """
-import os, time
-for _ in range(200):
-    if os.fork() == 0:
-        held = bytearray(b'1') * (48 << 20)
-        time.sleep(60)
-        os._exit(0)
-    time.sleep(0.05)
-"""
 
 
 def faster(text: str) -> str:
@@ -114,16 +106,13 @@ def fires(bed: Bed, name: str, beside: frozenset[str] = frozenset(), **labels: s
 
 def run_the_runbook(bed: Bed, alert: Document) -> None:
     """Every command of the alert's section that only looks ends well."""
-    sections = dict(re.findall(r"^## (Spillway\w+)\n(.*?)(?=^## |\Z)", RUNBOOKS.read_text("utf-8"), re.M | re.S))
-    page = bed.state.data / "section.md"
-    page.write_text(sections[alert["alertname"]], encoding="utf-8")
     environment = {
         "KUBECONFIG": str(bed.kubeconfig), "HOME": str(bed.state.data),
         "PATH": os.pathsep.join(map(str, (REPOSITORY / ".venv" / "bin", bed.state.bin, "/usr/bin", "/bin"))),
     }  # fmt: skip
     words = {"-n spillway": f"-n {SYSTEM_NAMESPACE}", "spillway:spillway": f"{SYSTEM_NAMESPACE}:{ACCOUNT}"}
     words |= {"NAMESPACE": alert.get("namespace", "default"), "JOB": alert.get("training_job", "-")}
-    asked = commands_of(page)
+    asked = commands_in(SECTIONS[alert["alertname"]])
     answers_no = {command: (0, 1) for command in asked if command.startswith("kubectl auth can-i")}
     shell = Shell(bed.state.data, environment, words, answers_no)
     for command in asked:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.chart_queries import alert_query
 from harness.depth import FULL
 from harness.installed import LONG, WANTED, Document, Installed, changed, example, named, on_fake_nodes
 from spillway.errors import ExitCode
@@ -97,10 +98,7 @@ def attempts_of(job: Document) -> Document:
 
 def alerted(bed: Bed, name: str, namespace: str) -> bool:
     """Whether the alert's query has a series of the namespace."""
-    import alerts  # charts/: on the path by conftest
-
-    (expression,) = (alert.expression for alert in alerts.ALL if alert.name == name)
-    return any(one.labels["namespace"] == namespace for one in bed.query(expression))
+    return any(one.labels["namespace"] == namespace for one in bed.query(alert_query(name)))
 
 
 def on_claim(spillway: Installed, namespace: str, name: str, **changes: object) -> tuple[Document, Path]:
