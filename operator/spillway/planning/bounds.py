@@ -114,9 +114,11 @@ class Bounds:
         by_cpu, resident = plan(cpu_share=1.0), plan(resident_share=1.0)
         self._resident, least = added(resident), added(plan(cpu_share=x, streamed_share=1.0 - x))
         """What streamed parameters add to the passes of blocks; with states off the device, gradients do, too."""
-        of_cpu = (a - b for a, b in zip(added(by_cpu), least, strict=True))
+        all_by_cpu = added(by_cpu)
+        of_cpu = (a - b for a, b in zip(all_by_cpu, least, strict=True))
         self._least, self._by_cpu = least, [(index, load) for index, load in enumerate(of_cpu) if load]
-        self._of_passes: dict[tuple[int, int, bool], list[float]] = {}
+        self._fewest = tuple(map(min, self._resident, least, all_by_cpu))
+        self._of_passes: dict[tuple[int, int, bool | None], list[float]] = {}
         single = streaming.units and streaming.num_slots == 1 and not self._on_cores
         loaded = parameter_loads(work, streaming)
         self._slot = (loaded.forward + loaded.backward) / rates.h2d if single else 0.0
@@ -165,6 +167,8 @@ class Bounds:
     def seconds(self, layout: BlockLayout, budget: Mapping[Tier, int], within: float = inf, *, spare: bool) -> float:
         """No candidate of `layout` within `budget` takes fewer; infinite when none fits. What takes more than `within`
         has lost; with `spare`, what wears out the drives, too."""
+        if (least := self._total(layout, self._forced, 0.0, "None", None)) > within:
+            return least
         shares = self._group.most_resident(budget[Tier.DEVICE] - layout.peak.total)
         return min((self._of_shares(layout, budget, *each, within, spare) for each in shares), default=inf)
 
@@ -257,11 +261,12 @@ class Bounds:
             self._spilling[moved] = self._num_passes * (most - least) + self._stored
         return self._spilling[moved]
 
-    def _total(self, layout: BlockLayout, by_cpu: float, update: float, overlap: str, offloads: bool) -> float:
+    def _total(self, layout: BlockLayout, by_cpu: float, update: float, overlap: str, offloads: bool | None) -> float:
+        """`offloads` is None: no update has a load that is less."""
         x, key = self._forced, (layout.blocks.recomputed, layout.blocks.moved, offloads)
         if key not in self._of_passes:
-            added = zip(self._blocks.of(*key[:2]), self._least if offloads else self._resident, strict=True)
-            self._of_passes[key] = [a + b for a, b in added]
+            added = {True: self._least, False: self._resident, None: self._fewest}[offloads]
+            self._of_passes[key] = [a + b for a, b in zip(self._blocks.of(*key[:2]), added, strict=True)]
         loads = self._of_passes[key]
         if offloads and by_cpu > x and x < 1.0:
             loads, more = loads.copy(), (by_cpu - x) / (1.0 - x)

@@ -153,10 +153,10 @@ class Search:
     def choices(self, *, spare_drives: bool = True) -> list[Timed]:
         """Those that fit every budget and spare the drives, and among them all that `best` could choose."""
         found = list[tuple[tuple[int, int], Timed]]()
-        limit, budget = inf, self.question.budget
+        limit = inf
 
         def bound(group: CandidateGroup, layout: BlockLayout) -> float:
-            return group.bounds.seconds(layout, budget, limit, spare=spare_drives) / ROUNDED
+            return self._bound(group, layout, limit, spare_drives=spare_drives) / ROUNDED
 
         def look_at(index: int, group: CandidateGroup) -> None:
             """Best first: rows of layouts, and their layouts where a row may have a better one."""
@@ -174,38 +174,41 @@ class Search:
                     found.append(((index, number), choice))
                     limit = min(limit, TIE * choice.priced_seconds)
 
-        for least, index in sorted((bound(group, group.least), index) for index, group in self._possible()):
-            if least <= limit:
+        for least, index in sorted((bound(group, group.least), index) for index, group in enumerate(self.groups)):
+            if least <= limit and least < inf and self._may_fit(self.groups[index]):
                 look_at(index, self.groups[index])
         return [choice for _, choice in sorted(found, key=itemgetter(0))]
 
     def fits(self) -> bool:
         """Whether any candidate fits every budget and spares the drives."""
-        room = self.question.budget[Tier.DEVICE]
         lean = {(group.work.strategy, group.streaming) for group in self.groups if group.work.lean}
-        for _, group in self._possible():
+        for group in filter(self._may_fit, self.groups):
             has_twin = not group.work.lean and (group.work.strategy, group.streaming) in lean
             for layout in group.layouts:
                 if has_twin and layout.blocks.recomputed < layout.blocks.num_layers:
                     continue  # its lean twin needs no more of anything
-                if group.least_device_bytes + layout.peak.total > room:
-                    continue
-                if group.bounds.seconds(layout, self.question.budget, spare=True) == inf:
+                if self._bound(group, layout) == inf:
                     continue
                 if any(True for _ in self._fitting(group, layout)):
                     return True
         return False
 
-    def _possible(self) -> Iterator[tuple[int, CandidateGroup]]:
-        """Groups of which what needs least on the device might fit, with all homes on NVMe and no activation in host
-        memory."""
+    def _bound(
+        self, group: CandidateGroup, layout: BlockLayout, limit: float = inf, *, spare_drives: bool = True
+    ) -> float:
+        """No candidate of `layout` takes fewer seconds, up to `limit`; infinite: none fits."""
         budget = self.question.budget
-        for index, group in enumerate(self.groups):
-            left = budget[Tier.DEVICE] - group.least.peak.total
-            if group.least_device_bytes > left or group.least_host_bytes > budget[Tier.HOST]:
-                continue
-            if any(group.least_host_bytes_of(split) <= budget[Tier.HOST] for split in group.optimizers(left)):
-                yield index, group
+        if group.least_device_bytes + layout.peak.total > budget[Tier.DEVICE]:
+            return inf
+        return group.bounds.seconds(layout, budget, limit, spare=spare_drives)
+
+    def _may_fit(self, group: CandidateGroup) -> bool:
+        """Whether what needs least on the device might fit, with all homes on NVMe and no activation in host memory."""
+        budget = self.question.budget
+        left = budget[Tier.DEVICE] - group.least.peak.total
+        if group.least_device_bytes > left or group.least_host_bytes > budget[Tier.HOST]:
+            return False
+        return any(group.least_host_bytes_of(split) <= budget[Tier.HOST] for split in group.optimizers(left))
 
     def nearest_miss(self) -> Candidate:
         """The one that lacks least."""
