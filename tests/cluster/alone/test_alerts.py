@@ -2,8 +2,8 @@
 runbook's commands then run.
 
 The clock of the alerts runs FASTER than the chart's: all their durations are divided. Not shown here, because the bed
-lacks what they need: alerts on series of kube-state-metrics and of the kubelet's volumes (SpillwayNodeLost, claims),
-and a spill drive that fails; tests/contract/test_alerts.py has cases for these.
+lacks what they need: alerts on series of kube-state-metrics and of the kubelet's volumes (SpillwayNodeLost, claims);
+tests/contract/test_alerts.py has cases for these.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -39,8 +40,10 @@ from harness.installed import (
     install,
     named,
 )
+from harness.loop_volumes import loop_volume
 from harness.page_commands import INHIBITED, SECTIONS, Shell, commands_in
 from harness.patience import wait_until
+from spillway.units import MIB
 from testbed.client import Bed
 from testbed.errors import Failed
 from testbed.layout import ADDRESS, PROMETHEUS, REPOSITORY
@@ -52,6 +55,7 @@ FASTER = 20
 CLOCK = "fast"
 """label of these alerts: the chart's own are evaluated, too"""
 SECONDS = 180.0
+STORAGE_CLASS = "dying"
 ACCOUNT = "faulty"
 """not the account of the other tests, whose rights are held against their use"""
 CHANGES_SOMETHING = ("kubectl edit", "kubectl cordon", "kubectl uncordon", "kubectl rollout", "kubectl delete")
@@ -171,6 +175,27 @@ def test_a_checkpoint_volume_that_rejects_writes(fast: Bed, spillway: Installed,
         wait_until(lambda: not spillway.children("pod", namespace, "saves"), why=lambda: "its pod stays", pause=0.5)
     finally:
         run(["umount", "--lazy", folder])
+
+
+def test_a_spill_drive_that_dies(fast: Bed, spillway: Installed, namespace: str, tmp_path: Path) -> None:
+    """It has only its first bytes left. What it rejects stays in host memory, and the job goes on."""
+    with loop_volume(tmp_path, 256 * MIB) as volume:
+        volume.persistent(fast, namespace, STORAGE_CLASS)
+        job = example(
+            "one-pod", namespace, checkpoint__claim=None, training__steps=LONG,
+            memory__budget={"device": "34Mi", "host": "256Mi", "nvme": "512Mi"},
+            memory__activations={"policy": "Nvme", "hostReserve": "128Mi"},
+            spill={"storageClassName": STORAGE_CLASS},
+        )  # fmt: skip
+        volume.cut(48 * MIB)
+        try:
+            trains(spillway, namespace, job)
+            fires(fast, "SpillwaySpillDriveFailing", namespace=namespace, training_job=job["metadata"]["name"])
+            assert spillway.job(namespace, job["metadata"]["name"])["status"]["attempts"]["total"] == 1
+        finally:
+            jobs = ("trainingjobs.spillway.dev", "--all", "-n", namespace)
+            fast.kubectl("delete", *jobs, "--cascade=foreground", "--timeout=60s")
+            fast.kubectl("delete", "persistentvolume", namespace, "--wait=false")
 
 
 # --- the operator -----------------------------------------------------------------------------------------------------
