@@ -21,10 +21,16 @@ CRASHED = 1
 """Exit code of an unexpected error; Python's own."""
 FOLLOWER = "follower"
 """True in the termination message of a rank that ended because another one had; launcher and operator look further."""
+NEVER_JOINED = "neverJoined"
+"""Also True if the other rank never appeared: then no deleted pod is the cause."""
 
 
 class PeerLost(Exception):
     """Another rank is lost, and this one cannot continue without it. Its end is a crash, but not the cause of one."""
+
+
+class PeerNeverJoined(PeerLost):
+    """This rank waited for its whole time limit for one that did not appear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,8 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, SpillwayError):
         return Ending(error.exit_code.reason, error.exit_code, str(error), error.details)
     if isinstance(error, PeerLost):
-        return Ending(RANK_CRASHED, CRASHED, str(error), {FOLLOWER: True})
+        details = {FOLLOWER: True} | ({NEVER_JOINED: True} if isinstance(error, PeerNeverJoined) else {})
+        return Ending(RANK_CRASHED, CRASHED, str(error), {**details})
     if is_device_out_of_memory(error):
         code = ExitCode.DEVICE_OUT_OF_MEMORY
         found = str(error).partition("\n")[0]

@@ -12,7 +12,6 @@ whose peer is missing see `cause_of_end`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,9 +31,6 @@ _NODE_GONE = ("DeletionByTaintManager", "DeletionByPodGC")
 """Reasons of DisruptionTarget: the node stopped answering, or its object was deleted."""
 _NODE_SHUT_DOWN = ("NodeLost", "NodeShutdown", "Shutdown", "Terminated")
 """Reasons in a pod's status, from the kubelet or the node controller."""
-_WAITED_IN_VAIN = re.compile(r"rank \d+ (?:waited|could not connect) ")
-"""Begin of the trainer's message when a rank gave up on one that never appeared (parallel/distributed.py). For a rank
-that disappeared it is "another rank ended while this one waited for ..."."""
 FREE_SHORT_ATTEMPTS = 3
 """After this many short attempts in a row, a pod that vanished without a trace no longer counts as a disruption."""
 
@@ -58,6 +54,8 @@ class Termination:
     rank: int | None = None
     step: int | None = None
     follower: bool = False
+    never_joined: bool = False
+    """A follower that waited for its whole time limit for a rank that did not appear."""
     saved_step: int | None = None
     """Step of the checkpoint that it committed before it stopped on request."""
 
@@ -116,7 +114,7 @@ def read_termination(ending: ContainerEnding) -> Termination:
         return Termination()
     code, reason = said.get("exitCode", ending.exit_code), said.get("reason")
     if code != ending.exit_code or reason != reason_of(ending.exit_code):
-        return Termination(follower=said.get("follower") is True)
+        return Termination(follower=said.get("follower") is True, never_joined=said.get("neverJoined") is True)
     message = said.get("message")
     return Termination(
         reason=str(reason),
@@ -124,6 +122,7 @@ def read_termination(ending: ContainerEnding) -> Termination:
         rank=_count(said.get("rank")),
         step=_count(said.get("step")),
         follower=said.get("follower") is True,
+        never_joined=said.get("neverJoined") is True,
         saved_step=_count(said.get("savedStep")) if code == ExitCode.PREEMPTED else None,
     )
 
@@ -169,7 +168,7 @@ def _was_taken_first(pod: PodObject, followers: Sequence[PodObject]) -> bool:
 
 
 def _waited_in_vain(pod: PodObject) -> bool:
-    return pod.ending is not None and _WAITED_IN_VAIN.match(read_termination(pod.ending).message) is not None
+    return pod.ending is not None and read_termination(pod.ending).never_joined
 
 
 def _failed_by_itself(pod: PodObject) -> bool:

@@ -32,7 +32,7 @@ from spillway.errors import SpillwayError, UserError
 from spillway.planning.workload import EXCHANGE_PARAMETERS
 from spillway.update_rules import MomentType
 
-from ..ending import PeerLost
+from ..ending import PeerLost, PeerNeverJoined
 from ..kernels import dispatch as kernels
 from ..kernels.reference import SquareSum
 from ..optimizer.plain import MOMENT_DTYPES
@@ -111,7 +111,7 @@ def joined(world: World) -> Iterator[Ranks]:
 
 
 def meet(world: World, limits: Timeouts) -> TCPStore:
-    """The store, once every rank has said that it is there. Raises PeerLost with those that did not come."""
+    """The store, once every rank has said that it is there. Raises PeerNeverJoined with those that did not come."""
     deadline = JoinDeadline(world, limits.rendezvous_seconds)
     place = f"{world.master_address}:{world.master_port}"
     if not world.is_first:
@@ -135,7 +135,7 @@ def meet(world: World, limits: Timeouts) -> TCPStore:
                 f"port {world.master_port}: rank 0 cannot accept connections of the other ranks (training processes) "
                 f"there: {error}"
             ) from error
-        raise PeerLost(
+        raise PeerNeverJoined(
             f"rank {world.rank} could not connect to rank 0 at {place}: {error}; read rank 0's log"
         ) from error
     with peers(f"all {world.size} ranks to come to {place}"):
@@ -145,7 +145,7 @@ def meet(world: World, limits: Timeouts) -> TCPStore:
             if deadline.is_over() and (
                 missing := [rank for rank, key in enumerate(everyone) if not store.check([key])]
             ):
-                raise PeerLost(
+                raise PeerNeverJoined(
                     f"rank {world.rank} waited {limits.rendezvous_seconds:.0f} s at {place} for {_named(missing)} to "
                     f"connect; {NOT_THERE}"
                 )
@@ -216,7 +216,7 @@ def await_listener(world: World, deadline: JoinDeadline) -> None:
             socket.create_connection((world.master_address, world.master_port), CONNECT_SECONDS).close()
         except OSError as error:
             if deadline.is_over():
-                raise PeerLost(
+                raise PeerNeverJoined(
                     f"rank {world.rank} could not connect to rank 0 at {world.master_address}:{world.master_port}: "
                     f"{error}; {NOT_THERE}"
                 ) from error

@@ -122,7 +122,8 @@ LOST = "another rank ended while this one waited for the other ranks' gradients:
 
 
 def follower(message: str, second: int = 5) -> PodObject:
-    return pod(0, ending(1, said(1, follower=True, message=message), second=second))
+    more = {"neverJoined": True} if message == VAIN else {}
+    return pod(0, ending(1, said(1, follower=True, message=message, **more), second=second))
 
 
 def test_rank_that_waited_in_vain_is_a_crash_even_when_its_peer_is_gone() -> None:
@@ -131,7 +132,7 @@ def test_rank_that_waited_in_vain_is_a_crash_even_when_its_peer_is_gone() -> Non
     assert (cause.reason, cause.message) == ("RankCrashed", f"demo-1-0 on node-0: {VAIN}")
 
 
-def test_the_trainers_own_sentence_says_that_it_waited_in_vain() -> None:
+def test_the_trainers_own_message_says_that_the_peer_never_joined() -> None:
     world = World(rank=1, size=2, master_address="127.0.0.1", master_port=1)
     with pytest.raises(PeerLost) as lost:
         distributed.await_listener(world, distributed.JoinDeadline(world, 0.0))

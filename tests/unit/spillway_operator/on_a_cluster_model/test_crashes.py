@@ -176,12 +176,10 @@ class ClusterMachine(RuleBasedStateMachine):
         self._with_pod(which, lambda pod: self.world.end_pod(pod, 3, "", "OOMKilled"))
 
     @precondition(has_running_pods)
-    @rule(
-        which=st.integers(0, 1),
-        said=st.sampled_from(["rank 0 waited 300 s", "another rank ended while this one waited"]),
-    )
-    def a_rank_finds_no_peer(self, which: int, said: str) -> None:
-        self._with_pod(which, lambda pod: self.world.end_pod(pod, 1, termination(1, said, follower=True)))
+    @rule(which=st.integers(0, 1), more=st.sampled_from([{"neverJoined": True}, {}]))
+    def a_rank_finds_no_peer(self, which: int, more: dict[str, bool]) -> None:
+        said = termination(1, "it waited", follower=True, **more)
+        self._with_pod(which, lambda pod: self.world.end_pod(pod, 1, said))
 
     @precondition(has_running_pods)
     @rule()
