@@ -47,11 +47,17 @@ test-cluster: env ## run the quick cluster tests on a Kubernetes of their own; r
 # One folder after the other, each in new processes: what one worker compiles and caches for all of them would not fit in
 # memory. No stacks are written after ten minutes, because writing them while a test runs can crash its process.
 PARTS := tests/contract $(filter-out %/__pycache__,$(wildcard tests/unit/* tests/parity/*)) tests/faults tests/local tests/gpu
-test-all: env ## run all tests with all their cases, also on the cluster: hours
-	for part in $(PARTS); do \
-	  SPILLWAY_DEPTH=all $(SUPERVISED) $(PYTEST) -o faulthandler_timeout=0 $(PARALLEL) $$part || failed="$$failed $$part"; \
+PARTS += tests/cluster
+PASSED := build/test-all/$(or $(shell git describe --always --dirty --abbrev=40 2>/dev/null),unknown-dirty)
+test-all: env ## run all tests with all their cases, also on the cluster: hours; continues an earlier run of the same commit
+	@mkdir -p $(PASSED); case $(PASSED) in *-dirty) rm -rf $(PASSED)/* ;; esac
+	@for part in $(PARTS); do \
+	  mark=$(PASSED)/$$(echo $$part | tr / .); options="-o faulthandler_timeout=0 $(PARALLEL)"; \
+	  [ $$part != tests/cluster ] || options="--numprocesses $(CLUSTER_WORKERS) $(BY_FILES)"; \
+	  if [ -e $$mark ]; then echo "$$part: passed $$(cat $$mark)"; continue; fi; \
+	  echo "$$part"; \
+	  if SPILLWAY_DEPTH=all $(SUPERVISED) $(PYTEST) $$options $$part; then date -u +%FT%TZ > $$mark; else failed="$$failed $$part"; fi; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
-	SPILLWAY_DEPTH=all $(MAKE) --no-print-directory test-cluster
 
 check: env ## run ruff, mypy --strict and import-linter, and check that generated files are up to date
 	$(RUN)ruff check .

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.installed import Document, Installed, example, named
+from harness.fake_nodes import POOL, node, nodes_of
+from harness.installed import Document, Installed, changed, example, named, on_fake_nodes
 from harness.witness import files_of, watched
 from spillway.feedback.ladder import MOST_MEMORY_TRIES
 from spillway.feedback.retries import OOM_KILLED
@@ -56,6 +57,7 @@ def test_a_model_whose_prediction_is_wrong_by_nearly_two_times(spillway: Install
 
     folder = spillway.bed.claim(CLAIM, namespace)
     job = a_job(namespace, folder)
+    assert places(spillway, named(job, "before")) == {"large", "small"}
     spillway.create(named(job, "plain"))
     with watched(spillway, namespace, "plain") as plain:
         spillway.wait(namespace, "plain", "Complete", 120)
@@ -95,6 +97,20 @@ def test_a_model_whose_prediction_is_wrong_by_nearly_two_times(spillway: Install
         assert curve == {step: expected[step] for step in curve}
     assert files_of(folder, "second", STEPS) == files_of(folder, "plain", STEPS)
     assert 0 <= waste <= MOST_WASTE
+    assert places(spillway, named(larger, "third")) == {"large"}, "what a trainer took decides where the next one goes"
+
+
+def places(spillway: Installed, job: Document) -> set[str]:
+    """Which of two fake nodes the operator plans it for: small has space for what is counted, not for what it takes."""
+    namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
+    job = on_fake_nodes(changed(job, namespace, checkpoint=None, scheduling={"nodeSelector": {POOL: "feedback"}}))
+    small = node("small", "feedback", memory=str(COUNTED_BYTES + BALLAST_BYTES // 3))
+    for _ in nodes_of(spillway, [small, node("large", "feedback")], None):
+        spillway.create(job)
+        found = spillway.until(lambda found: bool(found["status"].get("plan", {}).get("nodes")), namespace, name)
+        spillway.bed.kubectl("delete", "trainingjobs.spillway.dev", name, "-n", namespace)
+        return set(found["status"]["plan"]["nodes"])
+    raise AssertionError("there are two nodes")
 
 
 def a_job(namespace: str, folder: Path) -> Document:

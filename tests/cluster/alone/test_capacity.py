@@ -10,37 +10,19 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from harness.depth import at
+from harness.fake_nodes import GPU, POOL, PRODUCTS, node, nodes_of
 from harness.installed import KWOK_TOLERATION, Document, Installed, example, named, running_for_an_hour
 from harness.patience import wait_until
-from testbed.fake_nodes import OWNED, TAINT
 
 pytestmark = pytest.mark.ci
 NUM_NODES = at(4, 8, 100)
-GPU = "nvidia.com/gpu"
-POOL = "capacity-test"
-PRODUCTS = {"h100": ("NVIDIA-H100-80GB-HBM3", "81559"), "a100": ("NVIDIA-A100-SXM4-40GB", "40441")}
 FRESH_SECONDS = 31.0
 """older lists of nodes and pods are not used"""
 SECONDS = at(60.0, 90.0, 600.0)
-
-
-def node(name: str, pool: str, product: str = "", **capacity: str) -> Document:
-    """A fake node; with a product, 8 GPUs of it."""
-    labels = {"type": "kwok", POOL: pool, "kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
-    has = {"cpu": "96", "memory": "1Ti", "ephemeral-storage": "4Ti", "pods": "110"} | capacity
-    if product:
-        labels |= dict(zip(("nvidia.com/gpu.product", "nvidia.com/gpu.memory"), PRODUCTS[product], strict=True))
-        has[GPU] = "8"
-    return {
-        "apiVersion": "v1", "kind": "Node",
-        "metadata": {"name": name, "annotations": dict([OWNED]), "labels": labels},
-        "spec": {"taints": [TAINT]}, "status": {"capacity": has, "allocatable": has},
-    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +31,6 @@ def gpu_nodes(spillway: Installed) -> Iterator[dict[str, list[str]]]:
     names = {product: [f"{product}-{number:03d}" for number in range(NUM_NODES // 2)] for product in PRODUCTS}
     with_nodes = [node(name, "gpus", product) for product, found in names.items() for name in found]
     yield from nodes_of(spillway, with_nodes, names)
-
-
-def nodes_of(spillway: Installed, found: list[Document], what: Any) -> Iterator[Any]:
-    spillway.bed.apply(*found)
-    names = [each["metadata"]["name"] for each in found]
-    try:
-        for name in names:
-            spillway.bed.kubectl("wait", "--for=condition=Ready", f"node/{name}", "--timeout=60s")
-        yield what
-    finally:
-        spillway.bed.kubectl("delete", "node", *names, "--wait=false")
 
 
 def foreign(namespace: str, node: str, gpus: int) -> Document:
