@@ -11,6 +11,7 @@ order                  one micro-batch after the other, or one segment after the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -162,7 +163,7 @@ class Assembly:
         num_gradients = num_micro_batches if self.tiers.device.type == "cpu" else 0
         exchange = BackwardExchange(total, self.optimizer, self.tiers.lanes, sizes, num_gradients)
         for name, parameter in trained.items() if num_gradients else ():
-            hook = partial(_taken, exchange, name)
+            hook = partial(_taken, weakref.ref(exchange), name)  # as in send_gradients
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return exchange
 
@@ -524,20 +525,29 @@ def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -
 
 
 def send_gradients(model: Chain, optimizer: StepOptimizer) -> None:
-    """From now on no gradient stays on a parameter: the optimizer takes it as soon as autograd has it whole."""
+    """From now on no gradient stays on a parameter: the optimizer takes it as soon as autograd has it whole.
+
+    Python's garbage collector does not see hooks of this kind. If they held the optimizer, which holds the parameters,
+    the memory of each turn of a sweep would be kept as long as the process lives.
+    """
+    taker = weakref.ref(optimizer)
 
     def take(name: str, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
+        alive = taker()
         assert gradient is not None
-        optimizer.take(name, gradient)
+        assert alive is not None
+        alive.take(name, gradient)
 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
 
 
-def _taken(exchange: BackwardExchange, name: str, parameter: Tensor) -> None:
-    exchange.taken(name)
+def _taken(exchange: weakref.ref[BackwardExchange], name: str, parameter: Tensor) -> None:
+    alive = exchange()
+    assert alive is not None
+    alive.taken(name)
 
 
 def updated(model: Chain, optimizer: StepOptimizer) -> Ready:

@@ -4,8 +4,10 @@ assembly and step loop (docs/adr/0001, docs/model-spill.md)."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +88,20 @@ def test_the_matrix_has_every_answer_to_every_question(capsys: pytest.CaptureFix
     for question in dataclasses.fields(Technique):
         every = {getattr(cell, question.name) for cell in TECHNIQUES}
         assert {getattr(cell, question.name) for cell in drawn} == every
+
+
+@pytest.mark.parametrize("technique", [None, Technique(), Technique(homes="nvme", answers="mixed", overlap="Forward")])
+def test_nothing_of_a_run_stays_in_memory(technique: Technique | None, laboratory: Laboratory) -> None:
+    """A sweep makes one for each turn, all in one process."""
+    left = list[weakref.ref[Any]]()
+
+    def during(run: Run, assembly: Assembly) -> None:
+        left.extend(map(weakref.ref, (assembly.optimizer, assembly.model, assembly.tiers.host)))
+
+    plan = RESIDENT if technique is None else technique.plan(Model())
+    laboratory.run(Model(), plan, LANES["cpu"], during=during)
+    gc.collect()
+    assert [made() for made in left] == [None, None, None]
 
 
 def test_the_models_are_different_runs(laboratory: Laboratory) -> None:
