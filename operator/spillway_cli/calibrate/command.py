@@ -196,7 +196,13 @@ def followed(command: Sequence[str], errors: TextIO) -> tuple[dict[str, Any] | N
     """The last line that was not a progress message, and the exit code; kills the process in any case."""
     result = None
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     ) as process:
         try:
             with message_console().status("starting") as status:

@@ -111,7 +111,9 @@ def native() -> Native | Missing:
     """Asks another process, so that this one does not import torch."""
     command = [sys.executable, "-P", "-m", "spillway_trainer.kernels.native"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NATIVE_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=NATIVE_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return Missing(
             f"python -m spillway_trainer.kernels.native, which imports torch, took more than {NATIVE_SECONDS:.0f} s"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from spillway.api.limits import INSPECTION_DEADLINE_SECONDS
 from spillway.api.model import Model
 from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode, UserError
@@ -34,7 +36,20 @@ def inspected_shape(file: Path, job: TrainingJob, claims: Mapping[str, Path]) ->
     # -P: files in the current directory must not shadow modules.
     command = [sys.executable, "-P", "-m", "spillway_trainer.inspect", str(file), *stands_for]
     with status_if_slow("building the model without allocating it, to find its sizes"):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                check=False,
+                timeout=INSPECTION_DEADLINE_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UserError(
+                f"spec.model: building the model took more than {INSPECTION_DEADLINE_SECONDS} s, the limit in a "
+                f"cluster, too; run {shlex.join(command)} to see what it waits for"
+            ) from error
     if done.returncode == ExitCode.USER_ERROR:
         raise UserError(done.stderr.strip())
     try:

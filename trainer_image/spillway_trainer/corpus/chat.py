@@ -58,6 +58,8 @@ class ChatTemplate:
         try:
             several = given if isinstance(given, str) else {one["name"]: one["template"] for one in given}
             texts = {"default": several} if isinstance(several, str) else several
+            if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
+                raise TypeError(f"template {wrong[0]} is not a string")
             if (path := directory / "chat_template.jinja").exists():
                 texts |= {"default": path.read_text(encoding="utf-8")}
         except (KeyError, TypeError, OSError, ValueError) as error:
@@ -128,8 +130,13 @@ class Renderer:
             text = self._render(document, messages)
             turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
             responses = tuple(self._response(document, messages, number, text) for number in turns)
-        if not any(start < stop for start, stop in responses):
+        if not any(message["role"] == "assistant" for message in messages):
             raise UserError("messages: no message of the assistant, so there is nothing to learn; leave the line out")
+        if not any(start < stop for start, stop in responses):
+            raise UserError(
+                "messages: in the text that the chat template renders, no message of the assistant is found; correct "
+                f"the template of {self._template.directory}, or leave the line out if its responses are empty"
+            )
         return Rendered(text, responses, by_template=True)
 
     def _response(self, document: Mapping[str, Any], messages: list[dict[str, Any]], number: int, text: str) -> Span:
@@ -159,7 +166,8 @@ class Renderer:
 
         template = self._text_of(document)
         try:
-            given = {**self._template.tokens, **(document.get("chat_template_kwargs") or {}), **options}
+            given = {**self._template.tokens, **(document.get("chat_template_kwargs") or {})}
+            given |= {"add_generation_prompt": False} | options  # a prompt behind the last response would be its label
             made: Any = render_jinja_template(
                 conversations=[messages],
                 tools=document.get("tools"),
@@ -290,6 +298,8 @@ class ChatEncoder:
                 rendered = self._renderer.rendered(line)
             except UserError as error:
                 raise UserError(f"{place}: {error}") from error
+            except RecursionError as error:
+                raise UserError(f"{place}: JSON is nested too deeply; each line must be {FORMS}") from error
             told(line)
             batch.append((place, rendered))
             characters += len(rendered.text) + len(line) * (rendered.given is not None)
@@ -331,7 +341,7 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read: {error}; restore the model's own file") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path}: its content is not a JSON object; restore the model's own file")

@@ -58,10 +58,14 @@ def _opened(index: Path) -> tuple[npt.NDArray[Any], int]:
     if version != _VERSION or kind not in _TYPES:
         known = f"version {_VERSION} with integers (types {', '.join(map(str, _TYPES))})"
         raise UserError(f"{index}: expected {known}, found version {version}, type {kind}; write the file again")
+    if index.stat().st_size < _HEADER.size + 12 * num_sequences:
+        raise UserError(
+            f"{index}: is too short for the {num_sequences} sequences that it names; copy the .idx and .bin files again"
+        )
     lengths = np.fromfile(index, "<i4", num_sequences, offset=_HEADER.size)
     offsets = np.fromfile(index, "<i8", num_sequences, offset=_HEADER.size + 4 * num_sequences)
     stops = np.cumsum(lengths, dtype=np.int64) * np.dtype(_TYPES[kind]).itemsize
-    if len(offsets) < num_sequences or not np.array_equal(offsets[1:], stops[:-1]) or offsets[:1].any():
+    if (lengths < 0).any() or not np.array_equal(offsets[1:], stops[:-1]) or offsets[:1].any():
         raise UserError(
             f"{index}: its {num_sequences} sequences do not follow one another without gaps in the .bin file; write "
             "the .idx and .bin files again"

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -37,6 +41,8 @@ _BINARY_PROBE_BYTES = 8192
 _TABLES = (".parquet", ".arrow")
 """Files of rows: Parquet, and Arrow as the library `datasets` saves it."""
 _ROWS_AT_ONCE = 64
+_ARROW_FILE = b"ARROW1"
+_PART = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
 CHAT_COLUMNS = ("messages", "prompt", "completion", "input_ids", "labels", "tools", "chat_template_kwargs")
 _NOT_IN_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -117,7 +123,11 @@ class TextSource:
         for name in self.files:
             if Path(name).suffix in _TABLES:
                 for number, row in enumerate(_rows(self.root / name, CHAT_COLUMNS), 1):
-                    yield f"{self.root / name}: row {number}", json.dumps(row).encode()
+                    place = f"{self.root / name}: row {number}"
+                    try:
+                        yield place, json.dumps(row, default=_as_text).encode()
+                    except TypeError as error:
+                        raise UserError(f"{place}: {error}; convert it to a string, or remove it") from error
                 continue
             with (self.root / name).open("rb") as file:
                 for number, line in enumerate(file, 1):
@@ -158,6 +168,10 @@ def text_source(path: Path, field: str = "spec.data.text") -> TextSource:
     else:
         root = path.resolve()
         files = [name for name in _walk(root, frozenset()) if Path(name).suffix in suffixes]
+        if absent := next(_missing_parts(files), None):
+            raise UserError(
+                f"{field}: {path} lacks {absent}, a part of the same data set; copy the whole directory again"
+            )
     source = TextSource(str(path), (f"--{kind}", str(path)), root, tuple(files))
     if source.nbytes == 0:
         if path.is_file():
@@ -202,6 +216,22 @@ def _refuse_unreadable(error: OSError) -> None:
     )
 
 
+def _missing_parts(files: Sequence[str]) -> Iterator[str]:
+    """Of files named NAME-00001-of-00003.SUFFIX, those that are not there."""
+    there = set(files)
+    parts = {(found[1], found[3], found[4]) for name in files if (found := _PART.fullmatch(name))}
+    for name, number, suffix in sorted(parts):
+        every = (f"{name}-{at:0{len(number)}d}-of-{number}{suffix}" for at in range(int(number)))
+        yield from (one for one in every if one not in there)
+
+
+def _as_text(value: object) -> str:
+    """What a table may hold next to the text, and JSON cannot."""
+    if isinstance(value, date | time | timedelta | Decimal):
+        return str(value)
+    raise TypeError(f"has a value of type {type(value).__name__}")
+
+
 def _is_binary(path: Path) -> bool:
     with path.open("rb") as file:
         return b"\0" in file.read(_BINARY_PROBE_BYTES)
@@ -226,7 +256,7 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
     try:
         with path.open("rb") as file:
             parquet = path.suffix == ".parquet"
-            table = pyarrow.parquet.ParquetFile(file) if parquet else pyarrow.ipc.open_stream(file)
+            table = pyarrow.parquet.ParquetFile(file) if parquet else _batches_of_arrow(file)
             names = (table.schema_arrow if parquet else table.schema).names
             wanted = [name for name in columns if name in names]
             if not wanted:
@@ -236,8 +266,23 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
                 )
             for batch in table.iter_batches(_ROWS_AT_ONCE, columns=wanted) if parquet else table:
                 yield from batch.select(wanted).to_pylist()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: a string in it is not valid UTF-8: {error}; write the file again") from error
+    except KeyError as error:
+        raise UserError(f"{path}: {error.args[0]}; give each column a name of its own") from error
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as {path.suffix[1:]}: {error}; copy it again") from error
+
+
+def _batches_of_arrow(file: Any) -> Any:
+    """Of both formats: the one that is written as a stream, and the one with an index at its end."""
+    import pyarrow  # noqa: PLC0415 - as above
+
+    if file.peek(len(_ARROW_FILE))[: len(_ARROW_FILE)] != _ARROW_FILE:
+        return pyarrow.ipc.open_stream(file)
+    opened = pyarrow.ipc.open_file(file)
+    batches = map(opened.get_batch, range(opened.num_record_batches))
+    return pyarrow.RecordBatchReader.from_batches(opened.schema, batches)
 
 
 def _texts_of_rows(path: Path, tally: Tally) -> Iterator[TextPiece]:
@@ -250,7 +295,7 @@ def _texts_of_rows(path: Path, tally: Tally) -> Iterator[TextPiece]:
 
 
 def _lines_of_json(path: Path, tally: Tally) -> Iterator[TextPiece]:
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
         for line in file:
             text = _text_of(line)
             if text:
@@ -262,7 +307,7 @@ def _lines_of_json(path: Path, tally: Tally) -> Iterator[TextPiece]:
 def _text_of(line: str) -> str:
     try:
         document = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     text = document.get("text") if isinstance(document, dict) else None
     # JSON can spell lone surrogates, which have no UTF-8.

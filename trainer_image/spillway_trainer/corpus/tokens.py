@@ -609,7 +609,13 @@ def _build_in_child(
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
         subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
         ) as child,
     ):
 

@@ -102,7 +102,8 @@ def _weight_files(path: Path) -> list[Path]:
                 f"{path / INDEX}: has no weight_map from tensor names to file names; copy the whole directory again"
             )
         files = sorted(path / name for name in set(shards.values()))
-        missing = [file.name for file in files if file.parent != path or not file.is_file()]
+        there = {file.name for file in path.iterdir() if file.is_file()}
+        missing = [file.name for file in files if file.parent != path or file.name not in there]
         if missing:
             raise UserError(
                 f"{path / INDEX}: names {len(missing)} weight files that are missing from its directory, first "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from decimal import ROUND_HALF_EVEN, Context, Decimal, localcontext
+from decimal import ROUND_HALF_EVEN, Context, Decimal, InvalidOperation, localcontext
 from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import product
@@ -156,7 +156,8 @@ class SearchParameter(Fields):
             listed = "this parameter lists values, which are equally likely; leave it out, or give min and max"
             yield "distribution", listed
         values = self.values or ()
-        yield from ((f"values.{at}", GIVEN_TWICE) for at, value in enumerate(values) if value in values[:at])
+        plain = [_number_or_text(value) for value in values]
+        yield from ((f"values.{at}", GIVEN_TWICE) for at, value in enumerate(plain) if value in plain[:at])
 
     def _wrong_range(self) -> Iterator[tuple[str, str]]:
         if self.min is None or self.max is None:
@@ -300,6 +301,14 @@ class SearchSpace(Fields):
                 join(fields, parameter.path.split("."), value)
             made.append(Member.model_validate(fields))
         return tuple(made)
+
+
+def _number_or_text(value: object) -> object:
+    """1e-3 and 0.001 are the same value."""
+    try:
+        return value if isinstance(value, bool) else Decimal(str(value))
+    except InvalidOperation:
+        return value
 
 
 @lru_cache(maxsize=256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,20 @@ def test_tools_and_further_arguments_reach_the_template(tmp_path: Path) -> None:
     assert theirs(tmp_path, "chatml").decode(tokens).endswith("no<|im_end|>\nTf")
 
 
+def test_no_prompt_for_a_response_follows_the_last_one(tmp_path: Path) -> None:
+    line = {"messages": [USER, ASSISTANT]}
+    asked = line | {"chat_template_kwargs": {"add_generation_prompt": True}}
+    plain, same = (ours(tmp_path, "chatml", UNMARKED["chatml"], [one]) for one in (line, asked))
+    assert same == plain
+
+
+def test_a_template_that_is_no_string_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"chat_template": [{"name": "default", "template": 3}]}))
+    with pytest.raises(UserError, match="cannot read the chat template: TypeError: template default is not a string"):
+        ChatTemplate.of(tmp_path)
+
+
 USER, ASSISTANT = {"role": "user", "content": "yes"}, {"role": "assistant", "content": "no"}
 GOOD = {"messages": [USER, ASSISTANT]}
 FORGETS = "{% for m in messages if m.role == 'user' or m == messages[-1] %}{{ m.content }}\n{% endfor %}"
@@ -137,6 +152,9 @@ BAD: dict[str, tuple[str | None, Any, str]] = {
     "half a pair": (MARKED["gemma"], {"prompt": "yes", "completion": [ASSISTANT]}, "found prompt, completion"),
     "a message of text": (MARKED["gemma"], {"messages": ["yes"]}, r"messages\[0\]: must be .*found yes"),
     "a message without role": (MARKED["gemma"], {"messages": [USER, {"content": "no"}]}, r"messages\[1\]: must be"),
+    "a nested line": (MARKED["gemma"], '{"messages": ' + 100_000 * "[", "JSON is nested too deeply"),
+    "a template of nothing": ("{# no text #}", GOOD, "no message of the assistant is found; correct the template of"),
+    "marks in a comment": ("{# {% generation %} #}yes", GOOD, "no message of the assistant is found"),
     "no message": (MARKED["gemma"], {"messages": []}, "messages: is empty"),
     "no response": (UNMARKED["chatml"], {"messages": [USER]}, "no message of the assistant"),
     "no marked response": (MARKED["chatml"], {"messages": [USER]}, "no message of the assistant"),
@@ -157,11 +175,15 @@ BAD: dict[str, tuple[str | None, Any, str]] = {
 }  # fmt: skip
 
 
+NEEDS_NO_TEMPLATE = ("bad template", "alone", "a template of nothing", "marks in a comment")
+"""The good line before the bad one of these is a prompt with its completion."""
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_line_is_rejected_with_its_place_and_leaves_nothing(tmp_path: Path, case: str) -> None:
     template, line, sentence = BAD[case]
     directory = model_directory(tmp_path / "model", "gemma" if template else "chatml", template)
-    good: Any = GOOD if template and case not in ("bad template", "alone") else {"prompt": "a", "completion": "b"}
+    good: Any = GOOD if template and case not in NEEDS_NO_TEMPLATE else {"prompt": "a", "completion": "b"}
     path = write_lines(tmp_path / "chats" / "a.jsonl", [good, "", line])
     if case == "no UTF-8":
         path.write_bytes(path.read_text().encode("latin-1"))

@@ -88,6 +88,19 @@ def short_index(index: Path) -> None:
     index.write_bytes(index.read_bytes()[:50])
 
 
+def too_many(index: Path) -> None:
+    content = index.read_bytes()
+    index.write_bytes(content[:18] + struct.pack("<Q", 1 << 62) + content[26:])
+
+
+def negative_length(index: Path) -> None:
+    content = bytearray(index.read_bytes())
+    first, second = struct.unpack_from("<ii", content, 34)
+    struct.pack_into("<ii", content, 34, first + second + 1, -1)
+    struct.pack_into("<q", content, 34 + 3 * 4 + 8, 2 * (first + second + 1))
+    index.write_bytes(content)
+
+
 def gap(index: Path) -> None:
     content = bytearray(index.read_bytes())
     content[34 + 3 * 4 + 8] += 2
@@ -117,7 +130,9 @@ def negative_token(index: Path) -> None:
         (version_2, r"x\.idx: expected version 1 with integers .*found version 2, type 8"),
         (floats, r"x\.idx: .*found version 1, type 7"),
         (short_header, r"x\.idx: expected an index of Megatron-LM"),
-        (short_index, r"x\.idx: its 3 sequences do not follow one another"),
+        (short_index, r"x\.idx: is too short for the 3 sequences that it names"),
+        (too_many, r"x\.idx: is too short for the 4611686018427387904 sequences"),
+        (negative_length, r"x\.idx: its 3 sequences do not follow one another"),
         (gap, r"x\.idx: its 3 sequences do not follow one another"),
         (short_data, r"x\.bin: expected 18 bytes, as x\.idx says, found 16"),
         (no_data, r"x\.bin: expected 18 bytes, as x\.idx says, found no file"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,43 @@ def test_the_chats_of_rows_are_those_of_lines(tmp_path: Path, suffix: str) -> No
     lines, of_rows = ([(where, json.loads(line)) for where, line in source.lines()] for source in sources)
     assert [line["messages"] for _, line in lines] == [row["messages"] for _, row in of_rows]
     assert of_rows[-1][0].endswith(f"data.{suffix}: row 150")
+
+
+def test_dates_and_decimals_beside_the_text_are_no_error_and_bytes_are(tmp_path: Path) -> None:
+    message = {"role": "user", "content": "a", "at": datetime(2026, 11, 28), "score": Decimal("0.5")}
+    ((_, line),) = text_source(write(tmp_path / "a.parquet", [{"messages": [message]}]), "spec.data.chat").lines()
+    assert json.loads(line)["messages"] == [message | {"at": "2026-11-28 00:00:00", "score": "0.5"}]
+    source = text_source(write(tmp_path / "b.parquet", [{"messages": [message | {"content": b"a"}]}]), "spec.data.chat")
+    with pytest.raises(UserError, match=r"b\.parquet: row 1: has a value of type bytes; convert it to a string"):
+        list(source.lines())
+
+
+def test_strings_that_are_not_utf8_and_two_columns_of_one_name_are_errors(tmp_path: Path) -> None:
+    bad = pyarrow.array([b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "bytes.parquet")
+    twice = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    with pyarrow.ipc.new_stream(tmp_path / "twice.arrow", twice.schema) as writer:
+        writer.write_table(twice)
+    for name, sentence in (("bytes.parquet", "is not valid UTF-8"), ("twice.arrow", 'Field "text" exists 2 times')):
+        with pytest.raises(UserError, match=rf"{name}: .*{sentence}"):
+            list(text_source(tmp_path / name).pieces(Tally()))
+
+
+def test_arrow_with_an_index_at_its_end_is_read_as_the_stream_is(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["one", "two", "three"]})
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    assert [piece.text for piece in text_source(tmp_path / "a.arrow").pieces(Tally())] == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
+def test_a_data_set_with_a_missing_part_is_an_error(tmp_path: Path, suffix: str) -> None:
+    for number in (0, 1, 2):
+        write(tmp_path / f"data-{number:05}-of-00003.{suffix}", [{"text": "a"}])
+    assert len(text_source(tmp_path).files) == 3
+    (tmp_path / f"data-00001-of-00003.{suffix}").unlink()
+    with pytest.raises(UserError, match=rf"lacks data-00001-of-00003\.{suffix}, a part of the same data set"):
+        text_source(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])

@@ -114,8 +114,9 @@ def test_links_within_the_tree_are_read_as_in_a_mounted_config_map(tmp_path: Pat
 def test_jsonl_gives_one_document_a_line(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "one"}), "not json", json.dumps({"other": 1}), "", json.dumps({"text": "two"})]
     tally = Tally()
-    assert texts(write(tmp_path / "text", a__jsonl="\n".join(lines)), tally) == ["one", "two"]
-    assert (tally.documents, tally.malformed) == (2, 2)
+    lines.append('{"text": ' + 100_000 * "[" + "}")
+    assert texts(write(tmp_path / "text", a__jsonl="\ufeff" + "\n".join(lines)), tally) == ["one", "two"]
+    assert (tally.documents, tally.malformed) == (2, 3)
 
 
 def test_undecodable_bytes_are_replaced_and_counted(tmp_path: Path) -> None:
