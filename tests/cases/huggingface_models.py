@@ -47,6 +47,9 @@ OF_STRUCTURE: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "sliding_window": 5},
     "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
     "qwen3_moe": {**MOE, "num_experts": 4, "head_dim": 16},
+    "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "deberta-v2": {"type_vocab_size": 0},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 3, "attention_heads": 4},
     "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5},
 }
 """What their configurations have beside SIZES."""

@@ -33,6 +33,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RemBertConfig,
+    RemBertForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -180,6 +182,7 @@ def logits(model: nn.Module, objective: TrainingObjective, tokens: Tensor) -> Te
 
 
 UNTIED: dict[str, Callable[[], PreTrainedModel]] = {
+    "rembert": lambda: RemBertForMaskedLM(RemBertConfig(**SIZES, input_embedding_size=16, output_embedding_size=24)),
     "bert": lambda: BertForMaskedLM(
         BertConfig(
             vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,

@@ -305,9 +305,10 @@ def huggingface_pieces(config: Mapping[str, Any]) -> Pieces:
     from ..models import families  # noqa: PLC0415 - imports transformers
 
     model = families.empty_model(families.config_from(config))
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def pieces(name: str, value: Tensor) -> dict[str, Tensor]:
-        names = huggingface_names(config, name)
+        names = [one for one in huggingface_names(config, name) if one in known] or [name.removeprefix(_PREFIX)]
         return {piece: made for one in names for piece, made in families.stored_pieces(model, one, value).items()}
 
     return pieces

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,7 +18,7 @@ from spillway.extras import need
 from .. import running_statistics
 from ..corpus.text_source import directory_of
 from ..entry_point import function_of
-from .chain import Chain
+from .chain import Chain, without_memory
 from .sequential import SequentialChain
 from .transformer import Transformer, TransformerConfig
 
@@ -55,7 +54,7 @@ def _chain(spec: TrainingJobSpec, claims: Mapping[str, str]) -> Chain:
         with without_memory(compute):
             return Transformer(_transformer_config(spec))
     families = _families()
-    made = families.empty_model(families.config_of(model.transformer, spec.training.sequence_length))
+    made = families.empty_model(families.config_of(model.transformer, spec.training.sequence_length), compute)
     return families.chain_of(made, compute, model.lora)  # type: ignore[no-any-return]
 
 
@@ -86,7 +85,7 @@ def _from_source(model: Model, source: Location, compute: torch.dtype, claims: M
     directory = open_model_directory(source_directory(source, claims))
     sizes = families.config_in(directory)
     try:
-        return families.chain_of(families.empty_model(sizes), compute, model.lora, directory)  # type: ignore[no-any-return]
+        return families.chain_of(families.empty_model(sizes, compute), compute, model.lora, directory)  # type: ignore[no-any-return]
     except UserError:
         raise
     except Exception as error:
@@ -201,18 +200,6 @@ def _check_length(chain: Chain, sequence_length: int) -> None:
             f"spec.training.sequenceLength = {sequence_length}: the model has {chain.max_positions} "
             "learned positions, one per token of a sequence; use a sequenceLength of at most this number"
         )
-
-
-@contextmanager
-def without_memory(dtype: torch.dtype) -> Iterator[None]:
-    """New parameters are on device meta and, by default, of type `dtype`."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 def _families() -> Any:

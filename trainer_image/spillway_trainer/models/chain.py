@@ -10,6 +10,7 @@ one micro-batch, or one segment for all micro-batches, and both do the same oper
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -128,6 +129,18 @@ def allocate(model: nn.Module, device: torch.device = CPU, *, frozen_alone: bool
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
+
+
+@contextmanager
+def without_memory(dtype: torch.dtype) -> Iterator[None]:
+    """New parameters are on device meta and, by default, of type `dtype`."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:

@@ -33,10 +33,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from spillway.api.model import Lora, ModelConfig
 from spillway.errors import UserError
 
+from .chain import without_memory
 from .huggingface import HuggingFaceChain, is_adapter
 from .lora import add_adapters
 from .source import Merge, ModelDirectory, match, stored_name
-from .structure import MASKED, StructuralChain, second_names, structure_of
+from .structure import MASKED, StructuralChain, no_chain, second_names, structure_of
 from .t5 import T5, share_embedding
 
 MOST_LABELS = 100_000
@@ -159,6 +160,7 @@ def config_in(directory: ModelDirectory) -> PreTrainedConfig:
     """config.json of a model directory. Code that the directory may bring with it is never run."""
     where = str(directory.path / "config.json")
     model = class_of(directory.config.get("model_type"), where)
+    _check_class(directory.config, model, where)
     _check_counts(directory, where)
     _check_sizes(directory.config, where)
     try:
@@ -167,6 +169,20 @@ def config_in(directory: ModelDirectory) -> PreTrainedConfig:
         raise UserError(
             f"{where}: not a valid configuration of {model.__name__}: {error}; correct config.json"
         ) from error
+
+
+def _check_class(document: Mapping[str, Any], model: type[PreTrainedModel], where: str) -> None:
+    """Raises UserError for a directory of another class than the one that is trained: it would learn something else."""
+    if document.get("is_encoder_decoder") and not issubclass(model, T5ForConditionalGeneration):
+        raise no_chain(str(document["model_type"]), "it has an encoder and a decoder instead of one sequence of layers")
+    named = document.get("architectures")
+    for name in named if isinstance(named, list) else ():
+        if name != model.__name__ and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            raise UserError(
+                f"{where}: architectures names {name}, but models of type {document['model_type']} are trained as "
+                f"{model.__name__}; build a {name} in an entry point that declares a Chain (docs/models.md, Entry "
+                f"points), or set architectures to {model.__name__}"
+            )
 
 
 def _check_counts(directory: ModelDirectory, where: str) -> None:
@@ -184,14 +200,14 @@ def _check_sizes(document: Mapping[str, Any], where: str) -> None:
     for size_of, names in SIZES.items():
         most = min(bound.le for bound in ModelConfig.model_fields[size_of].metadata if hasattr(bound, "le"))
         for name in names:
-            size = document.get(name)
-            if isinstance(size, int | float) and not 1 <= size <= most:
-                raise UserError(f"{where}: {name} is {size:.15g}; set it to a value from 1 to {most}")
+            size, least = document.get(name), int(name != "type_vocab_size")  # some families have no types
+            if isinstance(size, int | float) and not least <= size <= most:
+                raise UserError(f"{where}: {name} is {size:.15g}; set it to a value from {least} to {most}")
 
 
 def config_from(document: Mapping[str, Any]) -> PreTrainedConfig:
     config_class: Any = class_of(document["model_type"], "model").config_class
-    config: PreTrainedConfig = config_class.from_dict(dict(document))
+    config: PreTrainedConfig = config_class.from_dict(config_class._decode_special_floats(dict(document)))
     return config
 
 
@@ -217,8 +233,9 @@ def check_model(model: PreTrainedModel, where: str) -> None:
         )
 
 
-def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Buffers get the type that `from_pretrained` gives them for `dtype`."""
+    with without_memory(dtype):
         return class_of(config.model_type, "model")(config)
 
 
@@ -244,10 +261,25 @@ def chain_of(
         add_adapters(model, lora)
     chain: HuggingFaceChain = make(model, compute, tie_head=tie_head)
     if directory is not None:
+        _check_buffers(directory, model)
         names = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
         shapes = {name: shape for name, shape in names.items() if not is_adapter(name)}
         chain.weights = match(directory, shapes, *stored_as(chain, directory.tensors, renamed, apart))
     return chain
+
+
+def _check_buffers(directory: ModelDirectory, model: PreTrainedModel) -> None:
+    """Raises UserError for values in the files that are no parameters, such as the biases of routers: they are neither
+    loaded nor exported."""
+    buffers = {name for name, _ in model.named_buffers()} & {
+        name for name in directory.tensors if not UNUSED.search(name)
+    }
+    if buffers:
+        raise UserError(
+            f"{directory.path}: holds values of {len(buffers)} buffers of {type(model).__name__}, first "
+            f"{min(buffers)}, which Spillway neither loads nor exports; load them in an entry point that declares a "
+            "Chain (docs/models.md, Entry points)"
+        )
 
 
 def stored_as(

@@ -166,7 +166,7 @@ class HuggingFaceChain(Chain):
             raise UserError(
                 f"{type(self.model).__name__}: {', '.join(wrong[:1]) or 'a parameter'} does not belong to exactly one "
                 "layer; models that use a layer twice, or have a parameter that their forward does not use, cannot be "
-                "trained"
+                "trained as they are. Declare a Chain in an entry point (docs/models.md, Entry points)"
             )
 
 
@@ -192,7 +192,8 @@ def make_buffers(model: PreTrainedModel) -> None:
             if bool(made.isnan().any() if made.is_floating_point() else (made == -1).any()):
                 raise UserError(
                     f"{type(model).__name__}: its code in transformers does not set the values of "
-                    f"buffer {prefix}.{name}, so the model cannot be built; use another model"
+                    f"buffer {prefix}.{name}, so the model cannot be built; declare a Chain in an entry point "
+                    "(docs/models.md, Entry points), or use another model"
                 )
 
 

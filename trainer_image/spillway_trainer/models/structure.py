@@ -38,6 +38,8 @@ BATCH, LENGTH = 2, 5
 """Of the run of a small copy."""
 MOST_PARAMETERS = 1 << 26
 """Of a small copy: the CPU computes it whenever a model is built."""
+MOST_POSITIONS_TRIED = 4096
+"""Tokens that a small copy reads at once."""
 SMALL = {
     **dict.fromkeys(("vocab_size", "intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "ffn_hidden_size"), 32),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
@@ -264,10 +266,10 @@ def structure_of(model: PreTrainedModel) -> Structure:
             raise
         except Exception as error:
             failed = failed or error
-    raise _no_chain(name, f"a trial run of a small copy failed: {type(failed).__name__}: {failed}") from failed
+    raise no_chain(name, f"a trial run of a small copy failed: {type(failed).__name__}: {failed}") from failed
 
 
-def _no_chain(name: str, why: str) -> UserError:
+def no_chain(name: str, why: str) -> UserError:
     return UserError(
         f"{name}: Spillway cannot run the layers of this model one by one: {why}. Write a Python function that returns "
         "the layers as a Chain, and name it in spec.model.entrypoint (docs/models.md, Entry points)"
@@ -277,7 +279,7 @@ def _no_chain(name: str, why: str) -> UserError:
 def _check_config(config: Any, name: str) -> None:
     """Raises UserError for what a chain does not do."""
     if getattr(config, "is_encoder_decoder", False):
-        raise _no_chain(name, "it has an encoder and a decoder instead of one sequence of layers")
+        raise no_chain(name, "it has an encoder and a decoder instead of one sequence of layers")
     if getattr(config, "output_router_logits", False):
         raise UserError(
             f"{name}: output_router_logits is true, which adds a load-balancing loss over the experts of all layers, "
@@ -302,7 +304,7 @@ def _list_of_layers(model: Any) -> str:
     found = [path for path, length in lists.items() if length == count]
     if len(found) != 1:
         listed = ", ".join(f"{path} of length {length}" for path, length in lists.items()) or "none"
-        raise _no_chain(
+        raise no_chain(
             type(model).__name__,
             f"it needs exactly one nn.ModuleList of {count} layers (num_hidden_layers), but its lists are: {listed}",
         )
@@ -365,8 +367,11 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
     for parameter in whole.parameters():
         parameter.data.normal_(0.0, 0.1)
     tokens, labels = torch.randint(0, int(whole.config.vocab_size), (2, BATCH, LENGTH))
+    versions = {name: parameter._version for name, parameter in whole.named_parameters()}
     structure = _observed(whole, tokens)
     logits = whole(input_ids=tokens, use_cache=False).logits
+    if written := [name for name, parameter in whole.named_parameters() if parameter._version != versions[name]]:
+        raise no_chain(type(model).__name__, f"its forward changes the parameter {written[0]}")
     _check_order(whole, tokens, logits)
     token_loss(logits, labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
 
@@ -381,7 +386,7 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
     found = head.logits(x)
     token_loss(found, labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
     if not torch.equal(found, logits):
-        raise _no_chain(
+        raise no_chain(
             type(model).__name__,
             "in a trial run of a small copy, calling the layers one by one gave other logits than the model's forward",
         )
@@ -420,13 +425,13 @@ def _compared(chain: StructuralChain, whole: Any) -> frozenset[str]:
     expected = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     wrong = [name for name in expected if name not in sums or not torch.equal(expected[name], sums[name])]
     if wrong or len(expected) != len(sums):
-        raise _no_chain(
+        raise no_chain(
             type(whole).__name__,
             "in a trial run of a small copy, calling the layers one by one gave other gradients than the model's "
             f"forward (of parameter {', '.join(wrong[:1])})",
         )
     if others := sorted(unused - second_names(whole).keys()):
-        raise _no_chain(type(whole).__name__, f"its forward does not use the parameter {others[0]}")
+        raise no_chain(type(whole).__name__, f"its forward does not use the parameter {others[0]}")
     return frozenset(unused)
 
 
@@ -461,12 +466,12 @@ def _observed(whole: Any, tokens: Tensor) -> Structure:
     whole.eval()
     if (order := [one for one in called if one in layers]) != layers:
         numbers = ", ".join(one.rpartition(".")[2] for one in order) or "none"
-        raise _no_chain(
+        raise no_chain(
             name, f"its forward must call its {len(layers)} layers in order, each once, but calls layers: {numbers}"
         )
     base = next((one for one in called if path.startswith(f"{one}.")), None)
     if base is None or not hasattr(outputs[base], "last_hidden_state"):
-        raise _no_chain(name, "it has no submodule that contains all layers and returns last_hidden_state")
+        raise no_chain(name, "it has no submodule that contains all layers and returns last_hidden_state")
     _check_layers(name, {layer: (inputs[layer], outputs[layer]) for layer in layers})
     start, end = called.index(layers[0]), called.index(layers[-1])
     first = inputs[layers[0]][0][0]
@@ -503,22 +508,22 @@ def _check_layers(name: str, calls: Mapping[str, tuple[Any, Any]]) -> None:
     for layer, ((positional, named), output) in calls.items():
         first, *others = tree_leaves((positional, named))
         if not positional or first is not positional[0] or (last is not None and first is not last):
-            raise _no_chain(name, f"the input of {layer} is not the output of the layer before it")
+            raise no_chain(name, f"the input of {layer} is not the output of the layer before it")
         for leaf in others:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise _no_chain(
+                raise no_chain(
                     name,
                     f"{layer} gets a second input that needs a gradient, but gradients can pass only through hidden "
                     "states",
                 )
             if not isinstance(leaf, Tensor | bool | int | float | str | None):
-                raise _no_chain(
+                raise no_chain(
                     name,
                     f"{layer} gets an argument of type {type(leaf).__name__}, through which layers could share state",
                 )
         last = output[0] if isinstance(output, tuple | list) else output
         if not isinstance(last, Tensor):
-            raise _no_chain(
+            raise no_chain(
                 name, f"{layer} returns an object of type {type(output).__name__} instead of a tensor of hidden states"
             )
 
@@ -551,4 +556,18 @@ def _max_positions(base: nn.Module) -> int | None:
         for table, (rows, highest) in read[1].items()
         if table in parameters and highest > read[0][table][1]
     ]
-    return min(limits, default=None)
+    return min(limits, default=None) or _stated_limit(base)
+
+
+def _stated_limit(base: nn.Module) -> int | None:
+    """Of positions that are looked up in another way: what the configuration states, if one token more is an error."""
+    config = getattr(base, "config", None)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
+        limit = getattr(config, name, None)
+        if isinstance(limit, int) and LENGTH < limit <= MOST_POSITIONS_TRIED:
+            try:
+                with torch.no_grad():
+                    base(input_ids=torch.full((1, limit + 1), 2), use_cache=False)
+            except (RuntimeError, IndexError):
+                return limit
+    return None

@@ -15,6 +15,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
@@ -23,7 +25,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from cases.huggingface_models import VOCABULARY, spec_of
+from cases.huggingface_models import SIZES, VOCABULARY, spec_of
 from spillway.errors import UserError
 from spillway_trainer.models import families
 from spillway_trainer.models.build import build_model
@@ -237,6 +239,13 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a deep configuration": (overwrite("config.json", DEEP), r"config\.json: not valid JSON"),
     "an index of lists": (as_index({"a": ["x"]}), "has no weight_map from tensor names to file names"),
     "a width that its heads do not divide": (configured(n_head=3), NO_MODEL + "ValueError"),
+    "a class that is not trained": (
+        configured(model_type="roberta", architectures=["RobertaForCausalLM"]),
+        "architectures names RobertaForCausalLM, but models of type roberta are trained as RobertaForMaskedLM",
+    ),
+    "an encoder and a decoder": (
+        configured(model_type="pegasus", is_encoder_decoder=True), "it has an encoder and a decoder instead of one",
+    ),
     "no heads": (configured(n_head=0), r"/config\.json: n_head is 0; set it to a value from 1 to 1024"),
     "positions without end": (
         configured(n_positions=2**24 + 1), r"/config\.json: n_positions is 16777217; set it to .* from 1 to 16777216",
@@ -288,6 +297,16 @@ def test_a_file_that_safetensors_does_not_read_is_refused(gpt2: Path) -> None:
     (gpt2 / "model.safetensors").write_text("x" * 100)
     with pytest.raises(UserError, match=rf"cannot read {BIAS}: .*copy the file again"):
         directory.value(BIAS)
+
+
+def test_values_of_buffers_are_rejected_and_not_lost(tmp_path: Path) -> None:
+    config = DeepseekV3Config(
+        **(SIZES | {"num_key_value_heads": 4}), moe_intermediate_size=24, num_experts_per_tok=2, n_routed_experts=4,
+        n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    directory = saved(DeepseekV3ForCausalLM(config), tmp_path / "deepseek")
+    with pytest.raises(UserError, match=r"holds values of 2 buffers of DeepseekV3ForCausalLM, first .*correction_bias"):
+        built(directory)
 
 
 @pytest.mark.parametrize("names", [("decoder.bias", "bias"), ("decoder.bias",), ("bias",)])

@@ -96,6 +96,14 @@ def scaled_after(body: Body, x: Tensor) -> Any:
     return whole(2.0 * body.norm(body.more(x)))
 
 
+def changing_a_parameter(body: Body, x: Tensor) -> Any:
+    with torch.no_grad():
+        body.more.weight.mul_(1.0)
+    for layer in body.layers:
+        x = layer(x)
+    return whole(body.norm(body.more(x)))
+
+
 def with_a_shared_tensor(body: Body, x: Tensor) -> Any:
     first = x
     for layer in body.layers:
@@ -132,6 +140,7 @@ NO_CHAINS: dict[Callable[[Body, Tensor], Any], str] = {
     scaled_after: (
         "in a trial run of a small copy, calling the layers one by one gave other logits than the model's forward"
     ),
+    changing_a_parameter: r"its forward changes the parameter model\.more\.weight",
     with_a_shared_tensor: (
         r"model\.layers\.0 gets a second input that needs a gradient, but gradients can pass only through hidden states"
     ),
@@ -206,6 +215,11 @@ def test_learned_positions_limit_the_length_of_sequences() -> None:
     limits = {name: structural_chain(name).max_positions for name in ("opt", "roberta", "distilbert", "gpt_neo")}
     assert limits == {"opt": 64, "roberta": 62, "distilbert": 64, "gpt_neo": 64}
     assert structural_chain("cohere").max_positions is None
+    with torch.device("meta"):  # its positions are looked up by a gather
+        model = GPTJForCausalLM(
+            GPTJConfig(vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, n_positions=24, rotary_dim=4)
+        )
+    assert structure_of(model).max_positions == 24
 
 
 @pytest.mark.parametrize(("dropout", "alone"), [(0.0, True), (0.1, False)])
