@@ -302,7 +302,8 @@ def test_a_file_that_safetensors_does_not_read_is_refused(gpt2: Path) -> None:
 def test_values_of_buffers_are_rejected_and_not_lost(tmp_path: Path) -> None:
     config = DeepseekV3Config(
         **(SIZES | {"num_key_value_heads": 4}), moe_intermediate_size=24, num_experts_per_tok=2, n_routed_experts=4,
-        n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8,
     )  # fmt: skip
     directory = saved(DeepseekV3ForCausalLM(config), tmp_path / "deepseek")
     with pytest.raises(UserError, match=r"holds values of 2 buffers of DeepseekV3ForCausalLM, first .*correction_bias"):
