@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 
+import pytest
+
 from harness.chart_queries import alert_query, panel_query
+from harness.fake_nodes import POOL, node, nodes_of
 from harness.installed import FILL, LONG, TRAINERS, Document, Installed, changed, example, named, on_fake_nodes
 from spillway.errors import RANK_CRASHED, ExitCode, reason_of
 from spillway.feedback.ladder import MOST_MEMORY_TRIES
@@ -23,13 +27,22 @@ from testbed.errors import Failed
 FAIL = "pod-container-running-failed.stage.kwok.x-k8s.io"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nodes(spillway: Installed) -> Iterator[None]:
+    """Nodes of their own: jobs of other tests would avoid those on which so many attempts failed."""
+    yield from nodes_of(spillway, [node(f"failing-{number:03d}", "failing") for number in range(8)], None)
+
+
 def fake_failure(namespace: str, name: str, code: int, message: str, reason: str = "Error") -> Document:
     """A job whose fake pod runs for a second and ends so."""
     annotations = {
         f"{FAIL}/exit-code": str(code), f"{FAIL}/reason": reason, f"{FAIL}/message": f"'{message}'",
         f"{FAIL}/delay": "500ms", f"{FAIL}/jitter-delay": "500ms",
     }  # fmt: skip
-    job = example("one-pod", namespace, checkpoint__claim=None, lifecycle={"maxRestarts": 1})
+    job = example(
+        "one-pod", namespace, checkpoint__claim=None, lifecycle={"maxRestarts": 1},
+        scheduling={"nodeSelector": {POOL: "failing"}},
+    )  # fmt: skip
     job["spec"]["pod"] = job["spec"].get("pod", {}) | {"labels": {FAIL: "true"}, "annotations": annotations}
     return on_fake_nodes(named(job, name))
 
@@ -47,8 +60,10 @@ ENDINGS = [
 
 def test_each_exit_code_has_its_reason_and_its_retry(spillway: Installed, namespace: str) -> None:
     """One fake job per code: maxRestarts 1, so that what is counted ends after the second attempt."""
-    for code in ENDINGS:
-        spillway.create(fake_failure(namespace, f"ends-{int(code)}", int(code), left_by_the_trainer(int(code))))
+    for number, code in enumerate(ENDINGS):
+        job = fake_failure(namespace, f"ends-{int(code)}", int(code), left_by_the_trainer(int(code)))
+        job["spec"]["training"]["sequenceLength"] = 64 + number  # else one learns from the memory errors of another
+        spillway.create(job)
     for code in ENDINGS:
         name, reason = f"ends-{int(code)}", reason_of(int(code))
         retry = retry_of(reason)

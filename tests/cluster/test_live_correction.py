@@ -107,7 +107,7 @@ def a_job(namespace: str) -> Document:
         "two-pod", namespace, training__steps=STEPS, data__evaluation=None,
         parallelism={"nodes": 1, "devicesPerNode": NUM_RANKS, "device": "Cpu"},
         memory__budget={"device": "34Mi", "host": "256Mi", "nvme": "512Mi"},
-        memory__activations={"policy": "Nvme", "hostReserve": "64Mi"},
+        memory__advanced={"activations": {"policy": "Nvme", "hostReserve": "64Mi"}},
         spill={"storageClassName": STORAGE_CLASS},
         checkpoint={"everySteps": STEPS, "keep": 2, "claim": CLAIM},
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""File systems of their own on loop devices, to spill to: what fills or breaks one changes nothing else."""
+"""File systems of their own on loop devices, to spill to: what fills one changes nothing else."""
 
 from __future__ import annotations
 
@@ -18,16 +18,9 @@ from testbed.processes import wait_until
 
 @dataclass(frozen=True)
 class LoopVolume:
-    """An ext4 and its drive."""
+    """Where it is mounted."""
 
     folder: Path
-    image: Path
-    device: str
-
-    def cut(self, nbytes: int) -> None:
-        """From now on the drive rejects what lies beyond its first bytes, with EIO: the kernel's own error."""
-        os.truncate(self.image, nbytes)
-        _run("losetup", "--set-capacity", self.device)
 
     def persistent(self, bed: Bed, name: str, storage_class: str) -> None:
         """A volume for one pod, by its storage class."""
@@ -61,7 +54,7 @@ def loop_volume(directory: Path, nbytes: int) -> Iterator[LoopVolume]:
     try:
         _run("mount", device, str(mounted))
         try:
-            yield LoopVolume(mounted, image, device)
+            yield LoopVolume(mounted)
         finally:
             wait_until("unmounting the volume", lambda: _unmounted(mounted), 60)
     finally:
