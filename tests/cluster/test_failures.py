@@ -14,8 +14,8 @@ from contextlib import suppress
 import pytest
 
 from harness.chart_queries import alert_query, panel_query
-from harness.fake_nodes import POOL, node, nodes_of
-from harness.installed import FILL, LONG, TRAINERS, Document, Installed, changed, example, named, on_fake_nodes
+from harness.fake_nodes import nodes_of, on_reserved, reserved
+from harness.installed import FILL, LONG, TRAINERS, Document, Installed, changed, example, named
 from spillway.errors import RANK_CRASHED, ExitCode, reason_of
 from spillway.feedback.ladder import MOST_MEMORY_TRIES
 from spillway.feedback.retries import OOM_KILLED, POD_DELETED, Retry, retry_of
@@ -30,7 +30,7 @@ FAIL = "pod-container-running-failed.stage.kwok.x-k8s.io"
 @pytest.fixture(autouse=True, scope="module")
 def _nodes(spillway: Installed) -> Iterator[None]:
     """Nodes of their own: jobs of other tests would avoid those on which so many attempts failed."""
-    yield from nodes_of(spillway, [node(f"failing-{number:03d}", "failing") for number in range(8)], None)
+    yield from nodes_of(spillway, [reserved(f"failing-{number:03d}", "failing") for number in range(8)], None)
 
 
 def fake_failure(namespace: str, name: str, code: int, message: str, reason: str = "Error") -> Document:
@@ -39,12 +39,9 @@ def fake_failure(namespace: str, name: str, code: int, message: str, reason: str
         f"{FAIL}/exit-code": str(code), f"{FAIL}/reason": reason, f"{FAIL}/message": f"'{message}'",
         f"{FAIL}/delay": "500ms", f"{FAIL}/jitter-delay": "500ms",
     }  # fmt: skip
-    job = example(
-        "one-pod", namespace, checkpoint__claim=None, lifecycle={"maxRestarts": 1},
-        scheduling={"nodeSelector": {POOL: "failing"}},
-    )  # fmt: skip
+    job = example("one-pod", namespace, checkpoint__claim=None, lifecycle={"maxRestarts": 1})
     job["spec"]["pod"] = job["spec"].get("pod", {}) | {"labels": {FAIL: "true"}, "annotations": annotations}
-    return on_fake_nodes(named(job, name))
+    return on_reserved(named(job, name), "failing")
 
 
 def left_by_the_trainer(code: int) -> str:

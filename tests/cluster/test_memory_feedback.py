@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.fake_nodes import POOL, node, nodes_of
-from harness.installed import Document, Installed, changed, example, named, on_fake_nodes
+from harness.fake_nodes import nodes_of, on_reserved, reserved
+from harness.installed import Document, Installed, changed, example, named
 from harness.witness import files_of, watched
 from spillway.feedback.ladder import MOST_MEMORY_TRIES
 from spillway.feedback.retries import OOM_KILLED
@@ -104,7 +104,7 @@ def test_a_model_whose_prediction_is_wrong_by_nearly_two_times(spillway: Install
 def places(spillway: Installed, job: Document, *nodes: str) -> set[str]:
     """For which of these fake nodes it is planned; small has space for what is counted, not for what it takes."""
     namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
-    job = on_fake_nodes(changed(job, namespace, checkpoint=None, scheduling={"nodeSelector": {POOL: "feedback"}}))
+    job = on_reserved(changed(job, namespace, checkpoint=None), "feedback")
     memory = {"small": str(COUNTED_BYTES + BALLAST_BYTES // 3), "large": "64Gi"}
     places = set[str]()
 
@@ -113,7 +113,7 @@ def places(spillway: Installed, job: Document, *nodes: str) -> set[str]:
         no_node = "large" not in nodes and "the largest node, small" in said
         return no_node or bool(found["status"].get("plan", {}).get("nodes"))
 
-    for _ in nodes_of(spillway, [node(one, "feedback", memory=memory[one]) for one in nodes], None):
+    for _ in nodes_of(spillway, [reserved(one, "feedback", memory=memory[one]) for one in nodes], None):
         spillway.create(job)
         places |= set(spillway.until(is_decided, namespace, name)["status"].get("plan", {}).get("nodes", ()))
         spillway.bed.kubectl("delete", "trainingjobs.spillway.dev", name, "-n", namespace)

@@ -7,7 +7,7 @@ from typing import Any
 
 from testbed.fake_nodes import OWNED, TAINT
 
-from .installed import Document, Installed
+from .installed import Document, Installed, on_fake_nodes
 
 POOL = "capacity-test"
 GPU = "nvidia.com/gpu"
@@ -26,6 +26,21 @@ def node(name: str, pool: str, product: str = "", **capacity: str) -> Document:
         "metadata": {"name": name, "annotations": dict([OWNED]), "labels": labels},
         "spec": {"taints": [TAINT]}, "status": {"capacity": has, "allocatable": has},
     }  # fmt: skip
+
+
+def reserved(name: str, pool: str, **capacity: str) -> Document:
+    """A fake node for jobs of `on_reserved` alone: tests that run at the same time do not get it."""
+    found = node(name, pool, **capacity)
+    found["spec"]["taints"] = [*found["spec"]["taints"], {"key": POOL, "value": pool, "effect": "NoSchedule"}]
+    return found
+
+
+def on_reserved(job: Document, pool: str) -> Document:
+    job = on_fake_nodes(job)
+    scheduling = job["spec"]["scheduling"]
+    scheduling["nodeSelector"] = {**scheduling["nodeSelector"], POOL: pool}
+    scheduling["tolerations"] = [*scheduling["tolerations"], {"key": POOL, "operator": "Equal", "value": pool}]
+    return job
 
 
 def nodes_of(spillway: Installed, found: list[Document], what: Any) -> Iterator[Any]:
