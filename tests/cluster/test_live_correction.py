@@ -8,18 +8,20 @@ neighbour is a file beside their folders.
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.installed import Document, Installed, example, named
-from harness.loop_volumes import LoopVolume, loop_volume
 from harness.witness import files_of, watched
 from spillway.feedback.live_correction import LEAST_DEFICIT, MARGIN
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import MIB, parse_quantity
 from spillway_trainer.checkpoints.manifest import CheckpointName
+from testbed.client import POD_USER
 
 NUM_RANKS = 2
 VOLUME_BYTES = 256 * MIB
@@ -34,26 +36,54 @@ CLAIM = "checkpoints"
 
 
 @pytest.fixture
-def volume(tmp_path: Path) -> Iterator[LoopVolume]:
-    with loop_volume(tmp_path, VOLUME_BYTES) as made:
-        yield made
+def volume(tmp_path: Path, eventually: Callable[..., None]) -> Iterator[Path]:
+    """Where the file system is mounted."""
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+        pytest.skip("needs root and mkfs.ext4 for a file system of its own")
+    image, mounted = tmp_path / "image", tmp_path / "volume"
+    mounted.mkdir()
+    with image.open("wb") as file:
+        file.truncate(VOLUME_BYTES)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    ended = subprocess.run(
+        ["mount", "-o", "loop", str(image), str(mounted)], capture_output=True, text=True, check=False
+    )
+    if ended.returncode != 0:
+        pytest.skip(f"no loop device can be mounted here: {ended.stderr.strip()}")
+
+    def is_gone() -> bool:  # refused while a pod that ends holds a file
+        return subprocess.run(["umount", str(mounted)], capture_output=True, check=False).returncode == 0
+
+    yield mounted
+    eventually("unmounting the spill volume", is_gone, 60)
 
 
 @pytest.fixture
-def volumes(spillway: Installed, namespace: str, volume: LoopVolume) -> Iterator[Path]:
-    """Where they are, one for each job: what a pod had nobody else gets."""
+def volumes(spillway: Installed, namespace: str, volume: Path) -> Iterator[None]:
+    """One for each job: what a pod had nobody else gets."""
     names = [f"{namespace}-{name}" for name in ("plain", "corrected")]
     for name in names:
-        volume.persistent(spillway.bed, name, STORAGE_CLASS)
-    yield volume.folder
+        folder = volume / name
+        folder.mkdir()
+        os.chown(folder, POD_USER, POD_USER)
+        spec = {
+            "capacity": {"storage": "1Gi"},
+            "accessModes": ["ReadWriteOnce"],
+            "hostPath": {"path": str(folder)},
+            "storageClassName": STORAGE_CLASS,
+            "persistentVolumeReclaimPolicy": "Retain",
+        }
+        spillway.bed.apply({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": spec})
+    yield
     jobs = ("trainingjobs.spillway.dev", "--all", "-n", namespace)
     spillway.bed.kubectl("delete", *jobs, "--cascade=foreground", "--timeout=60s")
     spillway.bed.kubectl("delete", "persistentvolume", *names, "--wait=false")
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("volumes")
 def test_activations_move_to_host_when_a_neighbour_fills_the_spill_volume(
-    spillway: Installed, namespace: str, volumes: Path, eventually: Callable[..., None]
+    spillway: Installed, namespace: str, volume: Path, eventually: Callable[..., None]
 ) -> None:
     checkpoints = spillway.bed.claim(CLAIM, namespace)
     job = a_job(namespace)
@@ -74,13 +104,13 @@ def test_activations_move_to_host_when_a_neighbour_fills_the_spill_volume(
         planned = plan.bytes[Tier.NVME].activations
         assert plan.bytes[Tier.HOST].reserve == planned
 
-        neighbour = take_all_but(volumes, LEFT_BYTES)
-        assert free_bytes(volumes) == pytest.approx(LEFT_BYTES, abs=MIB)
+        neighbour = take_all_but(volume, LEFT_BYTES)
+        assert free_bytes(volume) == pytest.approx(LEFT_BYTES, abs=MIB)
         after = spillway.until(is_corrected, namespace, "corrected", 60)["status"]
         left = parse_quantity(after["memory"]["activations"])
         wanted = (MARGIN - LEAST_DEFICIT) * VOLUME_BYTES
-        eventually("giving the neighbour room", lambda: free_bytes(volumes) >= wanted, 60)
-        given_back = free_bytes(volumes) - LEFT_BYTES
+        eventually("giving the neighbour room", lambda: free_bytes(volume) >= wanted, 60)
+        given_back = free_bytes(volume) - LEFT_BYTES
         done = spillway.wait(namespace, "corrected", "Complete", RUN_SECONDS)["status"]
     neighbour.unlink()
 

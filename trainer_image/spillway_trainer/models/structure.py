@@ -562,9 +562,10 @@ def _max_positions(base: nn.Module) -> int | None:
 def _stated_limit(base: nn.Module) -> int | None:
     """Of positions that are looked up in another way: what the configuration states, if one token more is an error."""
     config = getattr(base, "config", None)
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
-        limit = getattr(config, name, None)
-        if isinstance(limit, int) and LENGTH < limit <= MOST_POSITIONS_TRIED:
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")  # several may name one value
+    stated = (getattr(config, name, None) for name in names)
+    for limit in dict.fromkeys(one for one in stated if isinstance(one, int)):
+        if LENGTH < limit <= MOST_POSITIONS_TRIED:
             try:
                 with torch.no_grad():
                     base(input_ids=torch.full((1, limit + 1), 2), use_cache=False)
