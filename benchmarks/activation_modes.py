@@ -1,8 +1,9 @@
-"""The contestants of activation_spill.py: a model of `transformers`, a way to hold its activations, a process for it.
+"""The contestants of activation_spill.py: each is a process that trains a model of `transformers` and holds its
+activations in one way (its mode).
 
-Every mode trains the same steps from the same weights: forward, backward, SGD, gradients held from step to step. Its
-process first trains one step without any hook; what it occupies after that is the idle step, and what a step occupies
-beyond it (by the kernel's count, everything that the mode brings along included) is the step's peak.
+Every mode trains the same steps from the same weights: forward, backward and SGD; gradients stay allocated between
+steps. The process first trains one step without any hook. The resident bytes after that step are the idle bytes. The
+peak of a later step is what it occupies beyond them, by the kernel's count, including everything that the mode needs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model by the paper's pair (hidden, layers), an eighth as wide, and the tokens of one micro-batch."""
+    """A model and its micro-batch. (hidden, num_layers) is a pair of the paper, an eighth as wide and twice as deep."""
 
     family: str
     hidden: int
@@ -57,8 +58,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How activations are held. `share`: of keep's saved bytes that may stay in memory (ours). `num_layers`: of those
-    first in forward that are recomputed (checkpoint) or spilled (cut); None: all, or all but the last."""
+    """How activations are held. `share` (ours only) is the part of keep's saved bytes that may stay in memory.
+    `num_layers` layers, the first ones in forward, are recomputed (checkpoint) or spilled (cut); None means all of them
+    (checkpoint) or all but the last (cut)."""
 
     name: str
     share: float = 1.0
@@ -67,29 +69,29 @@ class Mode:
 
 
 class StepFigures(NamedTuple):
-    """Of one step."""
+    """The figures of one step."""
 
     seconds: float
     forward_seconds: float
     cpu_seconds: float
     peak_bytes: int
-    """resident, above the idle step"""
+    """highest resident bytes, beyond the idle bytes"""
     saved_bytes: int
-    """what the ledger counts at its fullest: of saved tensors on the device, their reloads included"""
+    """the ledger's peak: bytes of saved tensors on the device, including reloaded ones"""
     stalled_seconds: float
     written_bytes: int
 
 
 class Built(NamedTuple):
-    """What a process says of itself before the first step."""
+    """What a process reports before the first step."""
 
     saved_bytes: int
-    """that keep holds at the end of forward, each storage once, parameters left out"""
+    """bytes that mode keep holds at the end of forward; each storage counts once, parameters do not count"""
     idle_bytes: int
     num_saves: int
-    """tensors that one forward saves, parameters and every view counted"""
+    """the number of tensors that one forward saves; parameters and every view count"""
     num_large_saves: int
-    """of those, views of storages that are large enough to move"""
+    """how many of those are views of storages that are large enough to move"""
 
 
 def build(shape: Shape) -> nn.Module:
@@ -192,7 +194,7 @@ class Contestant:
         )
 
     def digest(self) -> str:
-        """Of the loss and of every parameter, now."""
+        """Returns a hash of the last loss and of the present value of every parameter."""
         digest = hashlib.sha256(repr(self.loss).encode())
         for parameter in self._model.parameters():
             digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
@@ -211,7 +213,7 @@ class Contestant:
         return self._lanes.stalled_seconds(), self._lanes.moved_bytes().get("nvme_write", 0)
 
     def _attach(self, mode: Mode, directory: Path) -> Callable[[], AbstractContextManager[object]]:
-        """What is around every forward."""
+        """Sets `mode` up and returns a function that makes the context manager for each forward."""
         if mode.name == "keep":
             return nullcontext
         if mode.name == "checkpoint":
@@ -238,14 +240,14 @@ class Contestant:
         self._model.activation_checkpointing_enable({"use_reentrant": False})
         for layer in layers_of(self._model)[num_layers:] if num_layers is not None else ():
             layer.gradient_checkpointing = False
-        # T5's attention, told that there is checkpointing, has its mask of zeros require a gradient; torch then takes
-        # another kernel, with other bits. The layers around it are what is checkpointed.
+        # If T5's attention knows of checkpointing, it makes its mask of zeros require a gradient. torch then uses
+        # another kernel, which gives other bits. Checkpointing happens in the layers around it, so turn it off here.
         for module in self._model.modules():
             if isinstance(module, T5Attention):
                 module.gradient_checkpointing = False
 
     def _cut(self, num_layers: int | None, directory: Path) -> None:
-        """The paper's plan: the first layers are spilled whole, all else is kept; a layer comes back one ahead."""
+        """Follows the paper's plan: spills the first layers whole, keeps all others, and reloads one layer ahead."""
         layers = layers_of(self._model)
         count = len(layers) - 1 if num_layers is None else num_layers
         answers = {str(index): Policy.NVME if index < count else Policy.KEEP for index in range(len(layers))}
@@ -268,7 +270,7 @@ def _under(hook: SavedTensors, name: str, forward: Callable[..., Tensor], *input
 
 
 class SavedBytes:
-    """Counts what autograd saves inside, each storage once, parameters left out."""
+    """A context manager that counts the bytes that autograd saves within it: each storage once, without parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -298,8 +300,8 @@ class SavedBytes:
 
 @contextmanager
 def saved_to_files(model: nn.Module, directory: Path, closing: ExitStack) -> Iterator[None]:
-    """torch.save of every saved tensor to a file of its own, torch.load at its need: as torch's tutorial has it, with
-    parameters left out."""
+    """Writes every saved tensor of at least 1 MiB to a file of its own by torch.save, and reads it by torch.load when
+    backward needs it. This is the method of torch's tutorial, except that parameters are not written."""
     folder = Path(tempfile.mkdtemp(dir=directory))
     closing.callback(shutil.rmtree, folder, ignore_errors=True)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -327,7 +329,7 @@ def saved_to_files(model: nn.Module, directory: Path, closing: ExitStack) -> Ite
 
 
 def _resident(name: str) -> int:
-    """VmRSS or VmHWM of this process."""
+    """Returns the bytes of `name` (VmRSS or VmHWM) of this process."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
@@ -340,7 +342,8 @@ def _trim() -> None:
 
 
 def serve(shape: Shape, mode: Mode, directory: str, connection: Connection) -> None:
-    """Main of a contestant's process: says what it built, then answers one word after the other."""
+    """The main function of a contestant's process: sends what it built, then answers requests ("step", "digest") until
+    "close"."""
     contestant = Contestant(shape, mode, Path(directory))
     connection.send(contestant.built)
     while (word := connection.recv()) != "close":

@@ -1,37 +1,38 @@
-"""Activations out of memory: real resident bytes and seconds of a step, beside every other way to have them there.
+"""Spilling activations: resident bytes and seconds of a step, compared with the other ways to save that memory.
 
-BERT, GPT and T5 in the paper's shapes (SSDTrain, arXiv 2408.10013), an eighth as wide and twice as deep: (hidden,
-layers) = (1024, 8), (1536, 6), (2048, 4), and llama (1024, 8); models of `transformers`, float32, 512 tokens, t5
-2 x 512, one compute thread, so that bytes a FLOP are near the paper's on this processor and disk, and the other core
-moves them. Twice as deep, because the gradients of the layer that backward is in, which no mode can put away, are in
-every peak; and half as many tokens as t5 is wide, as bert has: a weight's gradient grows with the square of the width.
-The paper's micro-batches, 8 to 32 times 1,024 tokens, are no smaller than that.
---quick: bert and llama, half as deep, two pairs of steps: peaks and bits count, seconds are rough.
+Models of `transformers` in float32: BERT, GPT and T5 in the paper's shapes (SSDTrain, arXiv 2408.10013), an eighth as
+wide and twice as deep: (hidden, layers) = (1024, 8), (1536, 6), (2048, 4); and llama (1024, 8). A micro-batch has 512
+tokens, t5's 2 x 512. One thread computes, so that the bytes per FLOP on this processor and disk are near the paper's,
+and the other core moves the bytes. The models are twice as deep because every peak contains the gradients of the layer
+that backward is in, which no mode can move. t5 has half as many tokens as it is wide, as bert has, because a weight's
+gradient grows with the square of the width; the paper's micro-batches, 8 to 32 times 1,024 tokens, are no smaller.
+--quick: bert and llama, half as deep, two pairs of steps: peaks and bits are valid, seconds are rough.
 
   keep          what autograd does by itself
   checkpoint    torch.utils.checkpoint around every layer
-  save_on_cpu   torch.autograd.graph.save_on_cpu; where the CPU computes it has nowhere to go
-  cut           the paper's plan: layers spilled whole but for the last, a layer comes back one ahead
-  torch.save    a file a tensor, as torch's tutorial has it
-  ours          spillway_trainer.activation_spill.Spilling, told to keep 40 % of the saved bytes; `low`: 5 %.
-                What need not be held is rebuilt, before anything is moved
+  save_on_cpu   torch.autograd.graph.save_on_cpu; saves no memory here, because the CPU itself computes
+  cut           the paper's plan: all layers but the last are spilled whole and reloaded one layer ahead
+  torch.save    one file per tensor, as in torch's tutorial
+  ours          spillway_trainer.activation_spill.Spilling with a budget of 40 % of the saved bytes (`low`: 5 %). It
+                rebuilds what need not be held before it moves anything
 
-Each mode is a process of its own; all train the same steps in turn, paired with keep's of the same round. peak:
-resident bytes (kernel) at the fullest of a step beyond the idle step, everything that a mode brings along included;
-ledger: what it says of saved tensors itself. predicted: keep's seconds against what the disk, measured beforehand,
-takes for the bytes. Rivals have torch's allocator as it is; Spilling brings its pool along (ADR 22), as for its
-users, and so does `cut`. tokens/s: with a micro-batch twice as large, and no more memory than keep has for one.
-bit_identical: 1 when loss and every parameter after the last step are keep's in the modes that spill. Goals:
+Each mode runs in a process of its own. All train the same steps in turn, and each step is paired with keep's step of
+the same round. Columns: peak is the highest resident bytes of a step (by the kernel) beyond the idle bytes, including
+everything that the mode needs; ledger is the mode's own count of saved tensors. *_prediction_error compares the step
+with a prediction: for forward and for backward, the larger of keep's seconds and the disk's time for the bytes, at
+rates that are measured beforehand. Rivals use torch's allocator as it is; Spilling uses its own pool (ADR 22), as it
+does for users, and so does `cut`. tokens/s is for a micro-batch twice as large, within the memory that keep needs for
+one. bit_identical is 1 if the loss and every parameter after the last step equal keep's in all modes that spill. Goals:
 *_peak_ratio 0.53 at *_step_ratio 1.03 and *_cpu_ratio 1.05, stall 0.02; *_low_peak_ratio 0.30 at *_low_step_ratio 1.10;
 *_step_vs_checkpoint below 1.
 
-hook_kept_us, hook_spilled_us: microseconds of the computing thread for one save and its restore beyond plain autograd,
-of tensors too small for their copy to matter. Goals: 5 and 15. *_hook_share: of keep's step, what the hooks of all its
-saves take if everything spills that is large enough. Goal: 0.005.
+hook_kept_us, hook_spilled_us: microseconds of the computing thread for one save and its restore, beyond plain autograd,
+for tensors so small that copying them does not matter. Goals: 5 and 15. *_hook_share: the share of keep's step that the
+hooks of all its saves would take if everything large enough were spilled. Goal: 0.005.
 
-A busy machine takes the second core, and with it what hides: the load is printed. ACTIVATION_SPILL_DIRECTORY names the
-directory to spill to (default: this one), ACTIVATION_SPILL_MODELS some of bert,gpt,t5,llama, ACTIVATION_SPILL_CURVE a
-file for the picture of recompute, offload and keep.
+On a busy machine the second core is not free, so less of the work is hidden: the load is printed.
+ACTIVATION_SPILL_DIRECTORY names the directory to spill to (default: this one), ACTIVATION_SPILL_MODELS some of
+bert,gpt,t5,llama, ACTIVATION_SPILL_CURVE a file for the picture of recompute, offload and keep.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ SHAPES = (
 )
 PAIRS, QUICK_PAIRS, CURVE_PAIRS = 15, 2, 6
 WARM_UP = 2
-"""steps that are not counted: the first spills everything, to see what there is"""
+"""steps that are not counted: the first one spills everything, to find out what is saved"""
 NUM_SAVES = 2000
 HEADLINE, LOW = 0.40, 0.05
-"""shares of the saved bytes that may stay, on their way out included; the peak has gradients beside them"""
+"""shares of the saved bytes that may be in memory, including those on their way out; gradients add to the peak"""
 LARGER = Mode("ours", 0.40, batch_factor=2)
-"""twice the tokens, and below the memory that keep takes for one"""
+"""twice the tokens of keep, in less memory than keep takes"""
 MODES: Mapping[str, Mode] = {
     "keep": Mode("keep"),
     "checkpoint": Mode("checkpoint"),
@@ -91,7 +92,7 @@ MODES: Mapping[str, Mode] = {
 }
 QUICK_MODES = ("keep", "checkpoint", "ours", "low")
 WAVES = (QUICK_MODES, ("keep", "cut", "save_on_cpu", "torch.save", "larger"))
-"""of processes that are there at the same time, each with a keep of its own to be compared with"""
+"""modes whose processes run at the same time; each wave has its own keep to compare with"""
 
 
 class Rates(NamedTuple):
@@ -102,7 +103,7 @@ class Rates(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Of one mode: figures by round, and what it ended with."""
+    """What one mode gave: figures by round, and the digest of its final state."""
 
     built: Built
     steps: list[StepFigures]
@@ -117,7 +118,7 @@ class Taken(NamedTuple):
 
 
 class Worker:
-    """A fresh process with one mode of one model in it."""
+    """A fresh process that trains one model in one mode."""
 
     def __init__(self, context: Any, shape: Shape, mode: Mode) -> None:
         self._connection, theirs = context.Pipe()
@@ -147,7 +148,7 @@ def workers(shape: Shape, modes: Mapping[str, Mode]) -> Iterator[dict[str, Worke
 
 
 def trained(shape: Shape, modes: Mapping[str, Mode], num_pairs: int) -> dict[str, Taken]:
-    """`num_pairs` steps of every mode in turn, after those that warm up."""
+    """Trains `num_pairs` steps of every mode in turn, after WARM_UP steps that do not count."""
     with workers(shape, modes) as started:
         for worker in started.values():
             for _ in range(WARM_UP - 1):  # `alternate` makes one more
@@ -158,7 +159,7 @@ def trained(shape: Shape, modes: Mapping[str, Mode], num_pairs: int) -> dict[str
 
 
 def disk_rates(nbytes: int = 64 << 20) -> Rates:
-    """The better of three tries each: what an undisturbed disk does."""
+    """Measures writing and reading three times each and takes the best: the rates of an undisturbed disk."""
     slab = NvmeSlab(DIRECTORY, nbytes, 2)
     extent = slab.allocate(nbytes, "probe")
     memory = torch.ones(nbytes, dtype=torch.uint8)
@@ -179,7 +180,7 @@ def disk_rates(nbytes: int = 64 << 20) -> Rates:
 
 
 def hook_costs() -> dict[str, float]:
-    """Microseconds a save and its restore, by the clock of the thread that computes."""
+    """Returns microseconds per save and restore, by the CPU clock of the computing thread."""
     torch.set_num_threads(1)
     nothing, ones = torch.nn.Module(), torch.ones(64, requires_grad=True)
     kept = Spilling(nothing, DIRECTORY, nvme_bytes=1 << 20, lean=False)
@@ -210,7 +211,7 @@ def hook_costs() -> dict[str, float]:
 
 
 def predicted_seconds(keep: Sequence[StepFigures], moved_bytes: float, rates: Rates) -> float:
-    """Of a step that writes `moved_bytes` beside keep's forward and reads them beside its backward."""
+    """Predicts a step that writes `moved_bytes` during keep's forward and reads them during keep's backward."""
     forward = median([step.forward_seconds for step in keep])
     backward = median([step.seconds - step.forward_seconds for step in keep])
     return max(forward, moved_bytes / rates.write) + max(backward, moved_bytes / rates.read)
@@ -252,7 +253,7 @@ def stall_share(taken: Taken) -> float:
 
 
 def figures_of(shape: Shape, taken: Mapping[str, Taken], rates: Rates) -> dict[str, float]:
-    """`paired_ratio(a, b)` is b over a."""
+    """The figures of `shape`. `paired_ratio(a, b)` is b over a, so keep, or checkpoint as the rival, comes first."""
     keep, checkpoint, found = taken["keep"], taken["checkpoint"], {}
     for setting, mode in (("", "ours"), ("low_", "low")):
         ours = taken[mode]
@@ -265,7 +266,7 @@ def figures_of(shape: Shape, taken: Mapping[str, Taken], rates: Rates) -> dict[s
             f"{setting}stall_share": stall_share(ours),
             f"{setting}prediction_error": abs(predicted_seconds(keep.steps, moved, rates) / seconds - 1.0),
         }
-    # The one of ours that holds no more than checkpointing does.
+    # Compare checkpointing with the setting of ours whose peak is no higher.
     rival = taken["ours"] if taken["ours"].peak_bytes <= checkpoint.peak_bytes else taken["low"]
     found["step_vs_checkpoint"] = paired_ratio(checkpoint.each(seconds_of), rival.each(seconds_of)).median
     found["peak_vs_checkpoint"] = rival.peak_bytes / checkpoint.peak_bytes
@@ -280,7 +281,7 @@ def hook_share(keep: Taken, figures: Mapping[str, float]) -> float:
 
 
 def larger_batch(shape: Shape, taken: Mapping[str, Taken]) -> dict[str, float]:
-    """What the memory that is saved is worth: more tokens at once."""
+    """Shows what the saved memory is worth: more tokens at once."""
     keep, larger, factor = taken["keep"], taken["larger"], LARGER.batch_factor
     tokens = shape.batch * shape.sequence
     print(
@@ -295,7 +296,7 @@ def larger_batch(shape: Shape, taken: Mapping[str, Taken]) -> dict[str, float]:
 
 
 def curve(shape: Shape, file: Path) -> None:
-    """Recompute, offload, keep: what a step takes at each peak, drawn."""
+    """Draws the seconds of a step at each peak for recompute, offload and keep."""
     layers = shape.num_layers
     waves = (
         {f"recompute {n}": Mode("checkpoint", num_layers=n) for n in range(1, layers + 1)},
@@ -303,7 +304,7 @@ def curve(shape: Shape, file: Path) -> None:
         {f"ours {share}": Mode("ours", share) for share in (0.9, 0.7, HEADLINE, 0.2, LOW)},
     )
     points = {"keep": (1.0, 1.0)}
-    for wave in waves:  # processes that are there at the same time need memory at the same time
+    for wave in waves:  # one after the other: processes that run at the same time need memory at the same time
         taken = trained(shape, {"keep": Mode("keep")} | wave, CURVE_PAIRS)
         keep = taken["keep"]
         points |= {

@@ -1,15 +1,16 @@
-"""What a checkpoint every 20 steps costs a run: `spillway run` with them and with none but the last, alternately.
+"""What a checkpoint every 20 steps costs a run: `spillway run` with these checkpoints and with the last one only, in
+turn.
 
-The model is a llama of 102 million parameters in float32: 14 blocks of 768 with 2048 inside, a vocabulary of 2048, 256
-tokens a step, about a second on two cores. AdamW: a checkpoint has 1.2 GB of masters and moments, and the budget has
-room for a copy. What is compared are the 20 steps after step 20, the first checkpoint included: its copy, and all that
-the thread which hashes, writes, syncs and verifies it takes from the steps beside it. --quick: three rounds, about
-eight minutes on a quiet machine.
+The model is a llama of 102 million parameters in float32: 14 blocks of width 768 with an intermediate size of 2048, a
+vocabulary of 2048, 256 tokens a step; a step takes about a second on two cores. With AdamW a checkpoint has 1.2 GB of
+masters and moments, and the budget has room for a copy of them. The benchmark compares the 20 steps after step 20. They
+include the first checkpoint: the time for its copy, and the time that the thread which hashes, writes, syncs and
+verifies it takes from the steps that run meanwhile. --quick: three rounds, about eight minutes on a quiet machine.
 
-    checkpoint_cost          median of the paired ratios of these 20 steps' seconds, less 1
-    checkpoint_cpu_cost      the same of CPU seconds, the writing thread's included; a busy machine changes it less
-    checkpoint_stall         share of these seconds in which training stopped, as run.jsonl says
-    checkpoint_behind_steps  steps after which the checkpoint was committed
+    checkpoint_cost          median of the paired ratios of these 20 steps' seconds, minus 1
+    checkpoint_cpu_cost      the same for CPU seconds, including the writing thread's; a busy machine changes it less
+    checkpoint_stall         share of these seconds in which training was stopped, according to run.jsonl
+    checkpoint_behind_steps  number of steps until the checkpoint was committed
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ JOB: dict[str, Any] = {
 
 
 class Measured(NamedTuple):
-    """Of the steps after EVERY, up to twice as many."""
+    """Figures of the steps from EVERY + 1 to 2 * EVERY."""
 
     seconds: float
     cpu_seconds: float

@@ -1,6 +1,7 @@
-/* What the memory can do for an update: the arrays of one AdamW step, read and written once, almost no arithmetic.
- * 14 bytes in (three float32, one 16-bit), 14 bytes out. `plain` is the loop as anyone would write it. `streaming` writes
- * the 16-bit array past the cache and prefetches, as our kernel does. The threads take ranges in turn, as ours do. */
+/* The most that memory allows an update: reads and writes the arrays of one AdamW step once, with almost no arithmetic.
+ * A parameter takes 14 bytes in (three float32, one 16-bit) and 14 bytes out. `plain` is the loop as anyone would write
+ * it. `streaming` writes the 16-bit array past the cache and prefetches, as our kernel does. The threads take ranges in
+ * turn, as ours do. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -61,7 +62,7 @@ static void* run(void* pointer) {
   return 0;
 }
 
-/* `n` is a multiple of 32 and every array begins at a cache line. */
+/* `n` must be a multiple of 32, and every array must begin at a cache line. */
 void copy_update(float* p, float* m, float* v, const uint16_t* g, uint16_t* out, int64_t n, int32_t is_streaming,
                  int32_t num_threads) {
   struct arrays a = {p, m, v, g, out, n, is_streaming, 0};

@@ -1,17 +1,17 @@
-"""The AdamW update on the CPU, from the gradient that backward leaves to the parameter that the next forward reads.
+"""The AdamW update on the CPU, from the gradient that backward produces to the parameter that the next forward reads.
 
 Ours: csrc through kernels.native. Rivals: torch's fused AdamW (`torch.optim.AdamW(fused=True)`, and its kernel
-`torch._fused_adamw_(grad_scale=...)`, which spares a pass over the gradient when it is clipped) and DeepSpeed (its real
-`engine.step()`: ZeRO-2 with the optimizer offloaded, DeepSpeedCPUAdam). All in one process, on one number of threads,
-on memory of the same kind, in turns.
+`torch._fused_adamw_(grad_scale=...)`, which saves a pass over the gradient when it is clipped) and DeepSpeed (its real
+`engine.step()`: ZeRO-2 with the optimizer offloaded, DeepSpeedCPUAdam). All run in turn in one process, with the same
+number of threads and the same kind of memory.
 
   kernel      one AdamW step. Ours reads a bfloat16 gradient and writes a bfloat16 parameter; theirs are float32 only.
   sequence    bfloat16 gradient -> norm -> clip -> update -> bfloat16 parameter, and the same without norm and clip.
               torch: upcast, clip_grad_norm_, step, downcast; or upcast, norm, step with grad_scale, downcast; the
-              faster of the two counts. DeepSpeed: engine.step(), and one plain copy of the gradient into float32. It
-              makes that copy in engine.backward(), where it takes several times as long; that time (`backward
-              DeepSpeed`, a backward that computes nothing) is shown and not held against it.
-  memory      28 bytes times our rate, over the rate of a loop that does no more than read and write the same arrays.
+              faster of the two counts. DeepSpeed: engine.step() and one plain copy of the gradient to float32.
+              DeepSpeed makes this copy in engine.backward(), where it takes several times as long. That time
+              (`backward DeepSpeed`, for a backward that computes nothing) is shown but not counted.
+  memory      our rate (28 bytes a parameter) over that of a loop that only reads and writes the same arrays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from spillway_trainer.kernels import native
 from spillway_trainer.kernels.reference import UpdateScalars
 
 NUM_PARAMETERS = 16 * 2**20
-"""some 300 MiB a contestant; they take turns, so none finds its arrays in a cache"""
+"""about 300 MiB of arrays per contestant; they take turns, so none finds its arrays in a cache"""
 MAX_NORM = 1.0
 RATE, BETAS, EPS, DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 BYTES_PER_PARAMETER = 28
@@ -47,7 +47,7 @@ def scalars(gradient_scale: float) -> UpdateScalars:
 
 
 def initial_values() -> Tensor:
-    """bfloat16 values, since DeepSpeed makes its masters from those."""
+    """Returns the initial parameters, in bfloat16 because DeepSpeed makes its masters from bfloat16 parameters."""
     return (torch.randn(NUM_PARAMETERS, generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16()
 
 
@@ -77,14 +77,14 @@ class Ours:
         self.update(clip_factor(self.norm()))
 
     def accumulated(self) -> None:
-        """As with several micro-batches: the gradient is added up in float32 first."""
+        """Clips and updates as with several micro-batches, whose gradients are first summed in float32."""
         native.accumulate(self.accumulator, self.gradient, True, num_threads=NUM_THREADS)
         norm = native.square_sum(self.accumulator, num_threads=NUM_THREADS).norm()
         self.update(clip_factor(norm), self.accumulator)
 
 
 class Torch:
-    """torch.optim.AdamW on a float32 master, around it what a bfloat16 model needs."""
+    """torch.optim.AdamW on a float32 master, with the casts that a bfloat16 model needs."""
 
     def __init__(self, gradient: Tensor) -> None:
         self.gradient = gradient
@@ -143,7 +143,7 @@ class Torch:
 
 
 class GivesGradient(torch.autograd.Function):
-    """A loss of 0 whose backward computes nothing: it hands out the gradient that is in `given`, for good."""
+    """A loss of 0 whose backward computes nothing: it removes the gradient from the list `given` and returns it."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, given: list[Tensor]) -> Tensor:
@@ -191,7 +191,7 @@ class DeepSpeed:
         self.kernel = DeepSpeedCPUAdam([self.parameter], **options)
 
     def sequence_seconds(self, max_norm: float) -> float:
-        """One copy of the gradient into float32, and engine.step()."""
+        """Returns the seconds of one copy of the gradient to float32 and of engine.step()."""
         self.engine.backward(self.engine([self.gradient.clone()]))
         self.optimizer.clip_grad = max_norm
 
@@ -209,7 +209,7 @@ class DeepSpeed:
 
 
 def copy_update_loop() -> Callable[..., None]:
-    """benchmarks/copy_update.c"""
+    """Returns the function of benchmarks/copy_update.c."""
     function = compiled("copy_update").copy_update
     function.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32]
     function.restype = None
@@ -217,7 +217,8 @@ def copy_update_loop() -> Callable[..., None]:
 
 
 def check_that_all_do_the_same(ours: Ours, theirs: Torch, deepspeed: DeepSpeed) -> None:
-    """One clipped step from one state: what is compared computes one thing, but for rounding."""
+    """Takes one clipped step from the same state with each. Exits unless the results are equal up to rounding, because
+    only then may their times be compared."""
     ours.clipped()
     theirs.clipped_in_the_kernel()
     deepspeed.sequence_seconds(MAX_NORM)
@@ -236,7 +237,7 @@ def measure(quick: bool) -> dict[str, float]:
     loop = copy_update_loop()
     arrays = (ours.master, ours.exp_avg, ours.exp_avg_sq, gradient, ours.parameter)
     pointers = [tensor.data_ptr() for tensor in arrays]
-    # Contestants alternate, so that nobody finds its own arrays in the cache.
+    # Contestants alternate, so that none finds its arrays in the cache.
     cells = {
         "kernel ours": paired.timed(ours.update),
         "kernel torch": paired.timed(theirs.optimizer.step),
@@ -266,7 +267,7 @@ def measure(quick: bool) -> dict[str, float]:
         print(f"{name:>20}  {value / NUM_PARAMETERS * 1e9:12.3f}  {rate / 1e9:6.1f} GB/s")
 
     def against(ours: str, *rivals: str) -> float:
-        """Median paired ratio against the fastest of them."""
+        """Returns the median paired ratio of `ours` to the fastest rival."""
         fastest = min(rivals, key=seconds.__getitem__)
         ratio = paired.paired_ratio(samples[ours], samples[fastest])
         print(f"{ours:>20} is {ratio} times as fast as {fastest}")

@@ -1,9 +1,9 @@
-"""docs/pictures/dashboard-*.svg: the chart's dashboards, drawn from what a Prometheus answers to their queries.
+"""Draws docs/pictures/dashboard-*.svg: the chart's dashboards, from a Prometheus server's answers to their queries.
 
     python benchmarks/dashboard_pictures.py http://HOST:PORT NAMESPACE JOB [--sweep JOB] [--end TIME] [--minutes N]
 
-There is no Grafana here: this draws a dashboard's panels where Grafana places them, as plain lines, figures and rows,
-with the marks of its events. A panel whose queries return nothing says "no data".
+Works without Grafana: places the panels of a dashboard as Grafana does and draws them as plain lines, figures and rows,
+with marks for the dashboard's events. A panel whose queries return nothing says "no data".
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from spillway.units import format_bytes, format_count, format_seconds  # noqa: E
 
 PICTURES = ROOT / "docs" / "pictures"
 CELL, LINE, TOP = 50, 30, 34
-"""of Grafana's grid: pixels a column and a row; above it the title"""
+"""pixels per column and per row of Grafana's grid, and height of the title above it"""
 SAMPLES = 120
 WINDOW = "20s"
-"""for rates: ten scrapes of the test bed's Prometheus"""
+"""over which rates are taken: ten scrapes of the test bed's Prometheus"""
 LEGEND_LINES = 4
 COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#a463f2", "#6cc5b0", "#97bbf5", "#9c6b4e")
 MARKS = {"green": "#3ca951", "red": "#d62728", "orange": "#e08214", "purple": "#7b3294"}
@@ -200,7 +200,7 @@ def _graph(
 
 
 def _marks(model: dict[str, Any], shown: Shown, chosen: grafana.Chosen) -> list[tuple[float, str]]:
-    """Time and colour of each event; samples that follow one another are one."""
+    """Returns the time and colour of each event; consecutive samples are one event."""
     found: list[tuple[float, str]] = []
     for annotation in model["annotations"]["list"]:
         for curve in shown.ask(chosen.filled(annotation["expr"]), ""):

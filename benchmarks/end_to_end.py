@@ -1,22 +1,23 @@
-"""Whole jobs: `spillway run` beside the loops that people write, step by step in turn.
+"""Whole jobs: `spillway run` compared with the training loops that people write, in turns of a few steps.
 
 Every contestant is a process that trains without end: ours is `spillway run job.yaml`, the rivals are those of
 end_to_end_loops.py with the same model, tokens and threads, in float32 with AdamW and clipping. All but one are stopped
-(SIGSTOP). In each round each of them takes the same number of steps, in an order that rotates; a step ends with its
-line in run.jsonl or in the rival's file. Ratios are of one round, ours over the rival's; the figure is their median.
+(SIGSTOP). In each round every contestant takes the same number of steps, in an order that rotates. A step ends when its
+line appears in run.jsonl or in the rival's file. Each round gives ratios of step time, ours over the rival's; the
+figures are their medians.
 
-  plain_vs_torch       mode Disabled over a bare torch loop, both with the pool that the trainer takes tensors from
-  plain_vs_default     mode Disabled over a bare torch loop as torch has it
-  plain_vs_trainer     mode Disabled over Hugging Face's Trainer as it is
-  spill_step_ratio     a device budget that leaves half of the activations' peak, and next to no host memory, over mode
+  plain_vs_torch       mode Disabled over a bare torch loop, both with the trainer's tensor pool
+  plain_vs_default     mode Disabled over a bare torch loop with torch's own allocator and settings
+  plain_vs_trainer     mode Disabled over Hugging Face's Trainer with its own settings
+  spill_step_ratio     a device budget that leaves half of the activations' peak, and almost no host memory, over mode
                        Disabled
   spill_vs_checkpoint  the same over the bare loop with gradient checkpointing (and the pool)
   offload_step_ratio   optimizer states and gradients in host memory, over mode Disabled
 
-Peak is the peak resident set of a step above that of the same contestant with a model of no size.
-Shapes, rounds and goals were committed before the first figure.
+"peak" is the peak resident set of a step minus that of the same contestant with a tiny model.
+Shapes, rounds and goals were committed before the first figure was measured.
 
-END_TO_END_CELLS chooses some of the cells, by a comma-separated list of parts of their names.
+END_TO_END_CELLS chooses cells: a comma-separated list of parts of their names.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from spillway.units import MIB
 SPILLWAY = [sys.executable, "-m", "spillway_cli"]
 LOOPS = Path(__file__).with_name("end_to_end_loops.py")
 PATIENCE_SECONDS = 300.0
-"""for one contestant's steps of one round"""
+"""for the steps of one contestant in one round"""
 WARM_STEPS = 3
 ROOM = {"device": "8Gi", "host": "8Gi", "nvme": "8Gi"}
 
@@ -79,7 +80,7 @@ class Cell:
 
     @property
     def num_steps(self) -> int:
-        """In a round."""
+        """The number of steps in a round."""
         return 3 if self.tokens == 512 else 1
 
 
@@ -88,7 +89,7 @@ QUICK = [Cell("llama", 512, 1)]
 ROUNDS, QUICK_ROUNDS = 7, 3
 NO_SIZE = {"hiddenSize": 64, "numLayers": 2, "numHeads": 2, "intermediateSize": 64}
 IDLE = {"half": "plain", "offloaded": "plain", "checkpointed": "torch"}
-"""what starts with the same memory"""
+"""contestants whose idle memory equals that of another one, which is measured instead"""
 
 
 def job(model: Mapping[str, Any], tokens: int, memory: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,10 +106,10 @@ def job(model: Mapping[str, Any], tokens: int, memory: Mapping[str, Any]) -> dic
 
 
 class Contestant:
-    """A process, stopped but for its turns."""
+    """A process that is stopped except during its turns."""
 
     def __init__(self, command: Sequence[str], file: Path, directory: Path, is_step: bytes) -> None:
-        """`file`: gets a line with `is_step` in it after each step. `directory`: for what the process prints."""
+        """`file` gets a line that contains `is_step` after each step; `directory` gets what the process prints."""
         self._file, self._is_step, self._read, self.steps = file, is_step, 0, 0
         output = (directory / "printed").open("wb")
         self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -137,7 +138,7 @@ class Contestant:
         self._process.wait()
 
     def _pids(self) -> list[int]:
-        """The process and its descendants: `spillway run` has the trainer for a child."""
+        """Returns the process and its descendants: `spillway run` starts the trainer as a child."""
         parents = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -150,13 +151,14 @@ class Contestant:
         return found
 
     def _signal(self, number: int, pids: Sequence[int] = ()) -> None:
-        """To all, or to `pids`: looking for them takes a while, in which a contestant would go on for nothing."""
+        """Sends a signal to `pids`, or to all of the contestant's processes. Finding them takes a while, in which a
+        running contestant would train outside its turn; so callers that have them pass `pids`."""
         for pid in pids or self._pids():
-            with suppress(ProcessLookupError):  # a short-lived child
+            with suppress(ProcessLookupError):  # a short-lived child has ended
                 os.kill(pid, number)
 
     def _wait(self, steps: int) -> None:
-        """Until so many lines of steps are there."""
+        """Waits until the file has `steps` lines of steps. Exits if the process ended or hangs."""
         until = time.monotonic() + PATIENCE_SECONDS
         while self.steps < steps:
             if self._process.poll() is not None or time.monotonic() > until:
@@ -174,13 +176,14 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Where contestants are made, and the corpora that their jobs share."""
+    """Makes contestants in `directory`. `corpora` has the corpus of each family, which its jobs share."""
 
     directory: Path
     corpora: dict[str, Path]
 
     def ours(self, cell: Cell, name: str, memory: Mapping[str, Any], model: Mapping[str, Any]) -> Contestant:
-        """A resumed run keeps the threads of its first step, which is taken on as many cores."""
+        """Makes a contestant of `spillway run`. A first run of one step is restricted to `cell.threads` cores; the
+        contestant resumes it, and a resumed run keeps the number of threads."""
         output = self.directory / f"{cell.name} {name}".replace(" ", "-")
         document = job(model, cell.tokens, memory)
         manifest = output.with_suffix(".yaml")
@@ -209,7 +212,7 @@ class Ring:
         return Contestant([sys.executable, str(LOOPS), json.dumps(given)], directory / "steps", directory, b"\n")
 
     def half_of_activations(self, cell: Cell) -> str:
-        """The device budget."""
+        """Returns the device budget that leaves room for half of the activations' peak."""
         manifest = self.directory / "planned.yaml"
         manifest.write_text(yaml.safe_dump(job(cell.model, cell.tokens, {"mode": "Disabled", "budget": ROOM})))
         command = [*SPILLWAY, "plan", str(manifest), "--node", "cpu", "-o", "json"]
@@ -231,7 +234,7 @@ RATIOS = {
 
 
 def contestants(ring: Ring, cell: Cell, half_bytes: str) -> dict[str, Callable[[Mapping[str, Any]], Contestant]]:
-    half = {**ROOM, "device": half_bytes, "host": "8Mi"}  # of one memory with the device's
+    half = {**ROOM, "device": half_bytes, "host": "8Mi"}  # on a CPU, host memory is the device's memory, too
     return {
         "plain": lambda model: ring.ours(cell, "plain", {"mode": "Disabled", "budget": ROOM}, model),
         "half": lambda model: ring.ours(cell, "half", {"budget": half, "advanced": RESIDENT}, model),
@@ -244,7 +247,7 @@ def contestants(ring: Ring, cell: Cell, half_bytes: str) -> dict[str, Callable[[
 
 
 def idle_bytes(ring: Ring, family: str) -> dict[str, int]:
-    """Peak of each contestant with a model of no size."""
+    """Returns the peak of each contestant with a tiny model."""
     cell, found = Cell(family, 64, 1), dict[str, int]()
     for name, make in contestants(ring, cell, "8Gi").items():
         if name not in IDLE:
@@ -258,8 +261,8 @@ def idle_bytes(ring: Ring, family: str) -> dict[str, int]:
 def in_turns(
     opened: ExitStack, makes: Mapping[str, Callable[[], Contestant]], at_once: int, rounds: int, num_steps: int
 ) -> dict[str, Contestant]:
-    """The contestants, made `at_once` at a time and closed with `opened`, after their turns of `num_steps` steps: each
-    round begins with another one."""
+    """Makes the contestants, `at_once` at a time, runs `rounds` rounds of turns of `num_steps` steps, and returns them.
+    Each round begins with another contestant. `opened` closes them."""
     starting = opened.enter_context(ThreadPoolExecutor(at_once))
     starts = {name: starting.submit(make) for name, make in makes.items()}
     for start in starts.values():

@@ -1,14 +1,14 @@
-"""The rivals of end_to_end.py and exchange.py: a process that trains until it is killed, and writes a line to a file
+"""The rivals of end_to_end.py and exchange.py: a process that trains until it is killed and writes a line to a file
 after each step.
 
     python end_to_end_loops.py '{"loop": "torch", "model": {...}, "tokens": 512, "threads": 1, "pool": true, ...}'
 
-loop     `torch`, a bare loop: forward, backward, clip_grad_norm_, fused AdamW. `trainer`, Hugging Face's Trainer with
-         the same optimizer. `ddp`, the bare loop in DistributedDataParallel with `micro_batches` a step, on two
-         ranks (it starts the other one) that meet at `port`. `deepspeed`, DeepSpeed's engine with the configuration in
-         `engine`.
-pool     torch's tensors come from Spillway's pool, with its environment; else all is as torch has it.
-checkpointing   `gradient_checkpointing_enable()`
+loop     `torch`: a bare loop of forward, backward, clip_grad_norm_ and fused AdamW. `trainer`: Hugging Face's Trainer
+         with the same optimizer. `ddp`: the bare loop with DistributedDataParallel and `micro_batches` a step, on two
+         ranks (this process starts the other one), which meet at `port`. `deepspeed`: DeepSpeed's engine with the
+         configuration in `engine`.
+pool     whether torch's tensors come from Spillway's pool, with its environment; if not, torch's defaults apply.
+checkpointing   whether to call `gradient_checkpointing_enable()`
 """
 
 # ruff: noqa: E402 - what torch reads at import is set first
@@ -45,7 +45,7 @@ def batches(tokens: int, vocabulary: int) -> Iterator[dict[str, Tensor]]:
 
 
 def sample(generator: torch.Generator, tokens: int, vocabulary: int) -> dict[str, Tensor]:
-    """t5 reads one half of the tokens and predicts the other, as in the trainer."""
+    """Draws one sequence. As in the trainer, t5 reads one half of the tokens and predicts the other."""
     ids = torch.randint(1, vocabulary, (1, tokens), generator=generator)
     if GIVEN["model"]["architecture"] == "t5":
         return {"input_ids": ids[:, : tokens // 2], "labels": ids[:, tokens // 2 :]}
@@ -64,7 +64,7 @@ def made() -> transformers.PreTrainedModel:
 
 
 def bare(model: Any, tell: Callable[[], None], each: Callable[[dict[str, Tensor]], None] | None = None) -> None:
-    """`each`: a step's forward and backward of a batch, where it is not the plain one."""
+    """Trains without end. `each` replaces the plain forward and backward of a batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for batch in batches(GIVEN["tokens"], model.config.vocab_size):
         if each is None:

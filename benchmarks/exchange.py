@@ -1,26 +1,27 @@
-"""Two ranks on one machine: how much of the gradient exchange is hidden behind backward, and a step beside DDP's.
+"""Two ranks on one machine: how much of the gradient exchange is hidden behind backward, and step times against DDP's.
 
-Contestants are those of end_to_end.py: groups of processes that train without end and are stopped but for their turns.
-Each has two ranks with one compute thread each, which exchange through gloo on the loopback: a llama of 17 M parameters
-in float32, mode Disabled, 512 tokens a micro-batch, AdamW and clipping.
+The contestants work like those of end_to_end.py: groups of processes that train without end and are stopped except
+during their turns. Each has two ranks with one compute thread each, which exchange through gloo on the loopback: a
+llama of 17 M parameters in float32, mode Disabled, 512 tokens a micro-batch, AdamW and clipping.
 
-  behind        `spillway run`
-  after         the same with the exchange after backward, as it was before and is on Cuda devices
-  ddp           a bare loop around torch's DistributedDataParallel, with the pool that the trainer takes tensors from
-  slow behind, slow after   the first two on a link with an injected delay: the thread that exchanges sleeps after each
-                send as long as its bytes take at SLOW_BYTES_PER_SECOND, and computes nothing meanwhile
+  behind        `spillway run`, which exchanges during backward
+  after         the same with the exchange after backward, as in earlier versions
+  ddp           a bare loop around torch's DistributedDataParallel, with the trainer's tensor pool
+  slow behind, slow after   the first two on a link with an injected delay: after each send, the exchanging thread
+                sleeps as long as the bytes take at SLOW_BYTES_PER_SECOND, and computes nothing meanwhile
 
-  exchange_hidden   1 - exposed / whole: phase `exchange` of "behind" over that of "after", in which nothing is hidden
+  exchange_hidden   1 - exposed / whole: exposed is phase `exchange` of "behind"; whole is that of "after", in which
+                    nothing is hidden
   slow_hidden       the same on the slow link
   step_vs_ddp       seconds of a step of "behind" over those of "ddp"
   step_vs_after, slow_step_vs_after    the same over "after"
 
-Each is the median of the rounds, for the first cell (one micro-batch a rank), and printed for all. On two cores, two
-ranks that compute leave no core for the exchange: what it computes (copies, sums, the kernel's part of the loopback)
-takes as long behind backward as after it, so CPU seconds are printed, too. Cells, rounds and goals were committed
-before the first figure.
+Figures are medians over rounds, for the first cell (one micro-batch a rank); those of all cells are printed. On two
+cores, two computing ranks leave no core for the exchange: its computation (copies, sums, the kernel's part of the
+loopback) takes as long during backward as after it. So CPU seconds are printed, too. Cells, rounds and goals were
+committed before the first figure was measured.
 
-EXCHANGE_CELLS chooses some of the cells, by a comma-separated list of parts of their names.
+EXCHANGE_CELLS chooses cells: a comma-separated list of parts of their names.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from paired import Ratio, paired_ratio
 from spillway_trainer.launch.launcher import free_ports
 
 SLOW_BYTES_PER_SECOND = 100e6
-"""of a rank: about a 1 Gbit/s network"""
+"""per rank: about a 1 Gbit/s network"""
 PATIENCE_SECONDS = "3600"
-"""for one collective: a contestant may be stopped in the middle of one"""
+"""limit of one collective: long, because a contestant may be stopped in the middle of one"""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     num_micro_batches: int
-    """a rank and a step"""
+    """per rank and step"""
     memory: str
 
     @property
@@ -69,6 +70,7 @@ CELLS = [Cell(1, "resident"), Cell(4, "resident"), Cell(1, "offloaded")]
 ROUNDS, QUICK_ROUNDS, STEPS_OF_ROUND = 9, 3, 5
 MODEL = end_to_end.Cell("llama", 512, 1)
 
+TESTS = Path(__file__).resolve().parents[1] / "tests"
 PATCH = '''
 import importlib.abc, importlib.util, sys, time
 
@@ -86,8 +88,9 @@ class Patched(importlib.abc.MetaPathFinder):
 
 def change(module):
     if {after}:
-        made = module.BackwardExchange.__init__
-        module.BackwardExchange.__init__ = lambda self, *given: made(self, *given[:-1], 0)
+        sys.path.append({tests!r})
+        from harness.after_backward import AfterBackward
+        module.BackwardExchange = AfterBackward
     if {slow}:
         from spillway_trainer.parallel.distributed import ExchangedSum
         swap = ExchangedSum._swap
@@ -98,21 +101,23 @@ def change(module):
 
 sys.meta_path.insert(0, Patched())
 '''
-"""sitecustomize.py of the trainers that exchange otherwise"""
+"""sitecustomize.py of our trainers: `after` moves the exchange after backward, `slow` delays it"""
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Where contestants are made."""
+    """Makes contestants in `directory`."""
 
     directory: Path
     corpora: list[Path]
-    """that of the last job: they have the same"""
+    """the corpus of the last job; all jobs have the same"""
 
     def ours(self, cell: Cell, name: str, *, after: bool = False, slow: bool = False) -> Contestant:
         output = self.directory / f"{cell.name} {name}".replace(" ", "-")
         output.mkdir()
-        (output / "sitecustomize.py").write_text(PATCH.format(after=after, slow=slow, rate=SLOW_BYTES_PER_SECOND))
+        (output / "sitecustomize.py").write_text(
+            PATCH.format(after=after, slow=slow, rate=SLOW_BYTES_PER_SECOND, tests=str(TESTS))
+        )
         document = end_to_end.job(MODEL.model, MODEL.tokens, MEMORY[cell.memory])
         document["spec"]["training"] |= {"steps": 1000000, "globalBatchSize": 2 * cell.num_micro_batches}
         document["spec"]["parallelism"] |= {"devicesPerNode": 2, "strategy": "Ddp"}
@@ -152,7 +157,7 @@ def contestants(ring: Ring, cell: Cell) -> dict[str, Callable[[], Contestant]]:
 
 
 def exposed(directory: Path, rounds: int) -> list[float]:
-    """Seconds of phase `exchange`, the median of each round's steps."""
+    """Returns the seconds of phase `exchange`: for each round the median of its steps."""
     lines = [json.loads(line) for line in (directory / "run" / "run.jsonl").read_text().splitlines()]
     steps = [line["phase_seconds"]["exchange"] for line in lines if line.get("event") == "step"][WARM_STEPS:]
     turns = [steps[STEPS_OF_ROUND * number : STEPS_OF_ROUND * (number + 1)] for number in range(rounds)]
@@ -177,7 +182,7 @@ def measure_cell(ring: Ring, cell: Cell, rounds: int) -> dict[str, Ratio]:
         "step_vs_after": (seconds["behind"], seconds["after"]),
         "slow_step_vs_after": (seconds["slow behind"], seconds["slow after"]),
     }
-    # Ours over the rival's, unlike most of the house's ratios: the smaller the better.
+    # Ours over the rival's, unlike most of this project's ratios: smaller is better.
     ratios = {name: paired_ratio(rivals, mine) for name, (mine, rivals) in pairs.items()}
     for name, ratio in ratios.items():
         print(f"  {name:20}{ratio}", flush=True)

@@ -1,15 +1,15 @@
-"""What is measured on a machine with a GPU, cell by cell: a process each, a limit each, a line after each.
+"""Runs measurements on a machine with a GPU as cells: each has a process, a time limit and a line in the results.
 
-A script of cells calls `begin` before it imports anything that the machine may lack, and `run` with its cells. Common
+A script of cells calls `begin` before it imports anything that the machine may lack, then `run` with its cells. Common
 options:
 
-    --output DIR    results.jsonl gets a line a cell, logs/ what each printed. The same command goes on: first with the
-                    cells that have no line, then with those that were not done
-    --wheels DIR    wheels of what this Python lacks; they are unpacked into the output, and nothing is installed
-    --minutes N     the whole ends then, a cell that still runs included (default 9)
-    --only TEXT     cells whose names have TEXT in them; may be given again
+    --output DIR    results.jsonl gets one line per cell, logs/ what each cell printed. The same command continues:
+                    first with the cells that have no line, then with those that failed or could not begin
+    --wheels DIR    wheels of packages that this Python lacks; they are unpacked into the output, nothing is installed
+    --minutes N     the run ends after N minutes, even in the middle of a cell (default 9)
+    --only TEXT     only cells whose names contain TEXT; may be repeated
 
-On a fake device (tests/fakes/cuda) operators have numbers, and no result has a rate or seconds.
+On a fake device (tests/fakes/cuda) operators compute real numbers, but no result has a rate or seconds.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FAKE = "Fake CUDA device"
 NOT_MEASURED = "not measured: the device is a fake"
 CELL_SECONDS = 60.0
-"""limit of a cell, the start of its process included, where it names no other"""
+"""limit of a cell that names no other, including the start of its process"""
 LEAST_PACKAGES = ("torch", "triton", "pydantic")
 PACKAGES = (*LEAST_PACKAGES, "yaml", "numpy", "safetensors", "tokenizers", "xxhash", "prometheus_client")
-"""what attempts need"""
+"""packages that whole attempts need"""
 FAKE_PATIENCE = 10
-"""as many times the limits: a fake device is as slow as the CPU below it"""
+"""the factor on all limits for a fake device, which is as slow as the CPU that it runs on"""
 FURTHER_PACKAGES = ("typer", "rich", "pynvml", "transformers", "peft", "pytest")
-"""which are looked for, and not imported: that takes long"""
+"""packages that are only looked for, not imported, because importing them takes long"""
 TAIL_LINES = 15
 SAID = "figures: "
 
@@ -55,14 +55,14 @@ Figures = Mapping[str, Any]
 class Cell:
     name: str
     command: tuple[str, ...]
-    """of Python"""
+    """arguments of Python"""
     needs: tuple[str, ...] = ()
     """modules that must be importable"""
     seconds: float = CELL_SECONDS
 
 
 MACHINE = Cell("machine", (__file__,))
-"""always run: what it finds decides what others need"""
+"""always runs first: it finds the device and which modules are missing"""
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -76,14 +76,14 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def do(work: Mapping[str, Callable[[Path], None]], doc: str | None) -> None:
-    """What a cell's process does: the work that --cell names, with its output."""
+    """Runs the work that --cell names, in the process of that cell."""
     given = parser(doc).parse_args()
     work[given.cell](given.output)
 
 
 def begin(output: Path, wheels: Path | None) -> None:
-    """Put what cells import on the path of their processes: wheels, the project, and the trainer where the native
-    library can be put beside it without a change in the checkout."""
+    """Puts on the path of the cells' processes what they import: the wheels, the project, and a copy of the trainer, so
+    that the native library can lie beside it without a change of the checkout."""
     packages = output.absolute() / "packages"
     for wheel in sorted(wheels.glob("*.whl")) if wheels else ():
         with zipfile.ZipFile(wheel) as opened:
@@ -97,9 +97,9 @@ def begin(output: Path, wheels: Path | None) -> None:
 
 
 def run(cells: Sequence[Cell], given: argparse.Namespace) -> int:
-    """All that are not done yet; the number of those that are not done at the end."""
+    """Runs all cells that are not done yet. Returns how many are not done at the end."""
     end = time.monotonic() + given.minutes * 60
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the cell that runs ends, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and kills the running cell
     results = Results(given.output)
     found = results.add(MACHINE, in_own_process(MACHINE, given.output, MACHINE.seconds))
     if "device" not in found:
@@ -129,7 +129,7 @@ class Results:
         self.output = output
         self._path = output / "results.jsonl"
         text = self._path.read_text() if self._path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # what a kill cut off is no line
+        whole = text[: text.rfind("\n") + 1]  # drops a last line that a kill cut off
         if whole != text:
             self._path.write_text(whole)
         self.lines: dict[str, dict[str, Any]] = {line["cell"]: line for line in map(json.loads, whole.splitlines())}
@@ -138,11 +138,11 @@ class Results:
         return not {"why", "missing"} & self.lines.get(name, {"missing": ""}).keys()
 
     def figures(self, name: str) -> dict[str, Any]:
-        """None where there are none."""
+        """Returns the figures of cell `name`; an empty dict if it has none."""
         return dict(self.lines.get(name, {}).get("figures", {}))
 
     def add(self, cell: Cell, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Its figures; what else `found` says where it has none."""
+        """Adds the line of `cell`. Returns its figures, or all of `found` if it has no figures."""
         self.lines[cell.name] = line = {"cell": cell.name, "at": time.strftime("%H:%M:%S"), **found}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -151,7 +151,7 @@ class Results:
 
 
 def in_own_process(cell: Cell, output: Path, limit_seconds: float) -> dict[str, Any]:
-    """What it said, its seconds, and why it is not done where it is not."""
+    """Runs `cell`. Returns its figures, its seconds, and the reason if it failed."""
     log = output / "logs" / f"{re.sub('[^A-Za-z0-9]+', '-', cell.name)}.log"
     begin = time.monotonic()
     with log.open("w") as opened:
@@ -183,17 +183,17 @@ def in_own_process(cell: Cell, output: Path, limit_seconds: float) -> dict[str, 
 
 
 def say(**facts: Any) -> None:
-    """What is known by now: it stays, whatever happens to the process."""
+    """Prints facts for the results. They are kept even if the process fails later."""
     print(SAID + json.dumps(facts), flush=True)
 
 
 def measured(**figures: float) -> None:
-    """Rates and seconds: a fake device has none."""
+    """Like `say`, for rates and seconds; a fake device has none, and a note takes their place."""
     say(**(dict.fromkeys(figures, NOT_MEASURED) if is_fake() else figures))
 
 
 def device() -> Any:
-    """The device; a fake one's operators get numbers."""
+    """Returns the device. On a fake one, first installs operators that compute real numbers."""
     importlib.import_module("spillway_trainer.environment")
     if is_fake():
         importlib.import_module("fakes.cuda_kernels").install()
@@ -206,7 +206,7 @@ def is_fake() -> bool:
 
 
 def machine() -> None:
-    """What there is, and what cannot be imported."""
+    """Reports device, tools and versions of this machine, and which packages are missing."""
     missing, versions = {}, {}
     for name in FURTHER_PACKAGES:
         if importlib.util.find_spec(name) is None:

@@ -1,16 +1,16 @@
-"""What a step costs the host of a GPU: thread CPU seconds, operations, events and launches, beside those of an older
+"""What a step costs the host of a GPU: CPU seconds of threads, operations, events and launches, compared with an older
 commit.
 
     PYTHONPATH=operator:trainer_image python benchmarks/gpu_host_cost.py [--quick] [--json FILE]
 
-A llama of 7 B parameters on one rank, optimizer states in host memory. No GPU: torch's own CUDA build and allocator run
-on the fake CUDA device of the tests, virtual: kernels and large copies do nothing and are done at once, memory is
-addressed and not used. So what is measured is what the host does, and nothing of what a device does.
+A llama of 7 B parameters on one rank, optimizer states in host memory. Needs no GPU: torch's own CUDA build and
+allocator run on the tests' fake CUDA device in its virtual mode, in which kernels and large copies do nothing and
+finish at once, and memory is addressed but not used. So this measures the work of the host and none of the device's.
 
-Counted are the threads of Python and of autograd, by the kernel's count of their nanoseconds on a core, over steps that
-end with a flush; what forward and backward of the same model cost by themselves, in the same process, is subtracted.
-The arithmetic of lane cpu (update, sum, norm) is replaced by nothing, and so are Triton's launches, which are counted
-instead. Both commits run on the same fake, each in a process of its own, in turns.
+Time is the kernel's count of nanoseconds on a core of the threads of Python and autograd, over steps that end with a
+flush, minus the cost of forward and backward alone of the same model in the same process. The arithmetic of lane cpu
+(update, sum, norm) is left out, and so are Triton's launches, which are counted instead. Both commits run on the same
+fake device in turns, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BEFORE = "e53d713"
-"""the commit that ours is set beside"""
+"""the commit that ours is compared with"""
 CELLS = {
     "updated by the CPU": "optimizer: {placement: Host}",
     "interleaved": "optimizer: {placement: Interleaved}",
     "weights streamed": "optimizer: {placement: Host}\n      parameters: {placement: Stream}",
 }
 STEPS = 3
-"""in a row; their costs are added up"""
+"""steps in a row that are measured together; results are divided by this number"""
 DEVICE_GIB, HOST_GIB = 80, 200
 JOB = """
 apiVersion: spillway.dev/v1alpha1
@@ -66,7 +66,7 @@ spec:
 
 
 def either(now: str, before: str, package: str = "spillway") -> Any:
-    """The module of the commit that runs: `now`, or `before`, as BEFORE names it."""
+    """Imports a module by its name `now`, or by its name `before` in commit BEFORE."""
     with suppress(ModuleNotFoundError):
         return importlib.import_module(f"{package}.{now}")
     return importlib.import_module(f"{package}.{before}")
@@ -124,7 +124,7 @@ class Play:
             return
 
         class Kernel:
-            """Counts its launches, which do nothing."""
+            """A kernel whose launches are counted and do nothing."""
 
             def __init__(self, name: str, launches: Counter[str]) -> None:
                 self._name, self._launches = name, launches
@@ -145,7 +145,7 @@ class Play:
         )  # fmt: skip
 
     def steps(self) -> None:
-        """As the trainer's loop makes them, and all that they began is done."""
+        """Takes STEPS steps as the trainer's loop does, then waits for everything that they started."""
         ours = self._assembly
         for _ in range(STEPS):
             ours.optimizer.begin(1e-5)
@@ -165,16 +165,16 @@ class Play:
             loss.item()
 
     def measured(self) -> dict[str, float]:
-        """Milliseconds of a core a step."""
+        """Returns milliseconds of a core per step."""
         from spillway_trainer import trainer  # noqa: PLC0415
 
-        with getattr(trainer, "settled_objects", nullcontext)():  # as its loop does, where it does
+        with getattr(trainer, "settled_objects", nullcontext)():  # as the trainer's loop does, if this commit has it
             whole, bare = spent(self.steps), spent(self.bare_steps)
         found = {"lanes": whole["lanes"], "beside the model": whole["model"] - bare["model"]}
         return {"all": sum(found.values()), **found, "the model": bare["model"]}
 
     def counts(self) -> dict[str, Any]:
-        """Of a step."""
+        """Returns how many operations, events, copies and launches a step has."""
         from ctypes import CDLL, c_char_p  # noqa: PLC0415
 
         take = CDLL("libcuda.so.1").fake_cuda_take_counts
@@ -199,7 +199,7 @@ def drop_gradient(parameter: Any) -> None:
 
 @contextmanager
 def submitted(lanes: Any) -> Iterator[Counter[str]]:
-    """Operations by lane, while it lasts."""
+    """Counts submitted operations by lane while the context is open."""
     counts: Counter[str] = Counter()
     submit = lanes.submit
 
@@ -215,7 +215,7 @@ def submitted(lanes: Any) -> Iterator[Counter[str]]:
 
 
 def spent(work: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds of a core a step: of the main thread and autograd's, and of the lanes'."""
+    """Returns milliseconds of a core per step: those of the main thread and autograd's, and those of the lanes'."""
     before = core_nanoseconds()
     work()
     after = core_nanoseconds()
@@ -235,7 +235,7 @@ def core_nanoseconds() -> dict[str, int]:
 
 
 def child(cell: str) -> None:
-    """A line of JSON for every line of standard input; the first tells what was planned and counted."""
+    """Writes a line of JSON with plan and counts, then a line of measurements for every line of standard input."""
     # An editable installation finds its own tree, whatever PYTHONPATH says.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
     importlib.import_module("spillway_trainer.environment")  # before torch

@@ -1,21 +1,22 @@
-"""Memory techniques on one GPU: ours beside other systems, each in its own fresh process. Resumable; no network.
+"""Memory techniques on one GPU: ours and other systems, each in a fresh process. Can be resumed; uses no network.
 
     python benchmarks/gpu_optimizer_offload.py --output DIR [--wheels WHEELS] [--minutes 9] [--model S]
 
-hack/gpu_session.py comes first, with the same DIR: it builds the native library there, and runs the cells of FIRST.
-DIR/results.jsonl gets a line a cell (system, sequences a step, clipping), DIR/table.txt is written at the end,
-DIR/traces has one step of each as torch.profiler sees it. The same command goes on (options: gpu_cells.py).
+Run hack/gpu_session.py first, with the same DIR: it builds the native library there and runs the cells of FIRST.
+DIR/results.jsonl gets a line per cell (system, sequences a step, clipping), DIR/table.txt is written at the end, and
+DIR/traces has one step of each as torch.profiler sees it. The same command continues (options: gpu_cells.py).
 
-Every system trains the same plain llama in bfloat16 (sequences of 2048, 1, 4 and 8 a step, every block recomputed in
-backward, deterministic kernels) with float32 masters of AdamW, unless the table says otherwise, under the same cap of
-device memory. `bare` is forward and backward alone, gradients dropped; `no offload` has all states on the device,
-without the cap. Our plans are for this machine: its memory, its cores, and the rates that the first cells measured. A
-system that cannot be imported, or that fails, has its reason in the table and no figures.
+Every system trains the same plain llama in bfloat16 (1, 4 and 8 sequences of 2048 tokens a step, every block recomputed
+in backward, deterministic kernels) with AdamW on float32 masters, under the same cap of device memory, unless the table
+says otherwise. `bare` is forward and backward alone, with gradients dropped; `no offload` has all states on the device,
+without the cap. Our plans are made for this machine: for its memory, its cores, and the rates that the first cells
+measured. For a system that cannot be imported, or that fails, the table has the reason instead of figures.
 
-    step      median seconds of 10 (fewer where they are long) after 3; the host meets the device once, after all
-    exposed   step minus the step of the system under `beyond`, at as many tokens: what the technique costs
-    bound     of the update, at the measured rates, for our plan's shares
-    GiB       of the device: planned, the most that tensors held, the most that torch's allocator reserved
+    step      median seconds of 10 steps (fewer if they are long) after 3 that do not count; the host waits for the
+              device once, after all of them
+    exposed   step minus the step of the system in column `beyond`, with the same number of tokens: the technique's cost
+    bound     lower bound of the update's seconds, at the measured rates, for our plan's shares
+    GiB       of device memory: planned, the most that tensors held, the most that torch's allocator reserved
     bits      AdamW over 2^26 values by the device's kernel and by the CPU's, compared bit by bit
 
 The systems themselves are in gpu_systems.py.
@@ -44,7 +45,7 @@ MICRO_BATCHES = (1, 4, 8)
 @dataclass(frozen=True, slots=True)
 class System:
     beyond: str = "bare"
-    """whose step is subtracted"""
+    """the system whose step is subtracted"""
     note: str = ""
     clips: tuple[bool, ...] = (False, True)
 
@@ -72,12 +73,13 @@ SYSTEMS = {
 }
 FIRST = [(name, 4) for name in SYSTEMS if name.startswith(("bare", "no", "ours,")) and "nvme" not in name]
 FIRST += [("ours, all resident", 1), ("ours, activations on nvme", 1)]
-"""system and sequences a step, not clipped: what a first session needs. A disk takes long for 8k tokens."""
+"""(system, sequences a step) of the cells, without clipping, that a first session needs. Activations on nvme are there
+with 1 sequence only, because a disk takes long for those of 8k tokens (4 sequences)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one process measures."""
+    """One system at one size, measured by one process."""
 
     system: str
     size: str
@@ -111,11 +113,11 @@ def in_this_folder(script: str, *arguments: str) -> tuple[str, ...]:
 
 RATES, BITS = Rate("rates"), Rate("bits")
 OTHER_RATES = (Rate("cpu rates"), Rate("disk rates", PACKAGES))
-"""with RATES what the plans of all systems rest on"""
+"""the rates that, with RATES, the plans of our systems are based on"""
 
 
 def cells_of(size: str) -> list[Cell | Rate]:
-    """What the rest is measured against comes first."""
+    """Returns all cells of `size`; those that the others are compared with come first."""
     found: list[Cell | Rate] = [RATES, *OTHER_RATES, BITS]
     for micro_batch in MICRO_BATCHES:
         for name, system in SYSTEMS.items():
@@ -131,7 +133,7 @@ def first_cells() -> list[Cell]:
 
 
 def table(results: Results) -> str:
-    """What is known by now, a row a cell."""
+    """Returns the table of what is known so far, one row per cell."""
     rows = [
         f"{name}: {json.dumps(results.figures(name))}"
         for name in ("machine", "rates", *(one.name for one in OTHER_RATES), "bits")
@@ -170,7 +172,7 @@ def rows_of(cell: Cell, results: Results) -> Iterator[str]:
 
 
 def reason_of(line: Mapping[str, Any]) -> str:
-    """A system's own sentence, or the last line of what it printed."""
+    """Returns why a system has no figures: in its own words, or by the last line that it printed."""
     return str(line.get("figures", {}).get("unavailable") or [line.get("why", "?"), *line.get("tail", [])][-1])
 
 
@@ -183,7 +185,7 @@ def gib_of(nbytes: int | None) -> str:
 
 
 def run(cells: Sequence[gpu_cells.Cell], given: argparse.Namespace) -> int:
-    """The number of cells that are not done."""
+    """Runs `cells` and writes the table. Returns the number of cells that are not done."""
     gpu_cells.begin(given.output, given.wheels)
     not_done = gpu_cells.run(cells, given)
     found = table(Results(given.output))

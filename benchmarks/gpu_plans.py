@@ -1,14 +1,16 @@
-"""Plans for one GPU beside what torch's own CUDA allocator took: 62 shapes of 1 B to 13 B parameters, three steps each.
+"""Plans for GPUs compared with what torch's CUDA allocator took: 62 shapes of 1 B to 13 B parameters on one GPU, and 24
+of 1 B to 70 B on 2 to 64 (20 with strategy Fsdp, 4 with Ddp), three steps each.
 
-No GPU: torch's CUDA build runs on the fake device of the tests (tests/fakes/cuda), at full size and without numbers.
+Needs no GPU: torch's CUDA build runs on the tests' fake device (tests/fakes/cuda), at full size, and computes nothing.
 Allocator, streams, events, the operators' own CUDA code and the trainer are real; kernels and large copies do nothing,
-and large memory is address space (tests/fakes/cuda_without_numbers.py says what else is not real). So bytes and counts
-are those of a device whose copies take no time; seconds say nothing.
+and large memory is address space only (tests/fakes/cuda_without_numbers.py says what else is not real). So bytes and
+counts are those of a device whose copies take no time; seconds mean nothing.
 
     PYTHONPATH=operator:trainer_image python benchmarks/gpu_plans.py --output FILE.jsonl
 
-A line a shape; the same command goes on with those that are missing. The table is printed at the end, and what of a
-shape is not as it must be (cases/gpu_plans.py, `misses`); exit code 1 where there is any. --only NAME: some shapes.
+The file gets one line per shape; the same command continues with the missing shapes. At the end it prints the table,
+with what is wrong with each shape (`misses` in cases/gpu_plans.py); the exit code is 1 if anything is wrong. --only
+NAME chooses shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("hack", "tests")]
 
-from cases.gpu_plans import DEVICE_MIB, SHAPES, misses, run_shape  # noqa: E402
+from cases.gpu_plans import DEVICE_MIB, SHAPES, SHARDED, misses, run_shape  # noqa: E402
 from harness import fake_cuda  # noqa: E402
 from spillway.units import GIB  # noqa: E402
 
@@ -36,7 +38,7 @@ def main() -> int:
     found = (
         {line["shape"]: line for line in map(json.loads, output.read_text().splitlines())} if output.exists() else {}
     )
-    chosen = [shape for shape in SHAPES if arguments.only in shape.name]
+    chosen = [shape for shape in (*SHAPES, *SHARDED) if arguments.only in shape.name]
     for shape in chosen:
         if shape.name not in found:
             found[shape.name] = fake_cuda.run(run_shape, shape, virtual=1, mib=DEVICE_MIB)

@@ -1,4 +1,4 @@
-"""Rates of a machine with a GPU, which the plans of gpu_systems.py rest on: a cell in a process.
+"""Measures the rates of a machine with a GPU on which the plans of gpu_systems.py are based: one cell per process.
 
 python benchmarks/gpu_rates.py --output DIR --cell NAME
 """
@@ -31,7 +31,7 @@ SEED = 7
 
 
 def rates(output: Path) -> None:
-    """Bytes per second of the link each way, both ways at once, and within the device; FLOPs per second."""
+    """Measures bytes per second of the link each way, both ways at once, and within the device; FLOPs per second."""
     device, nbytes = gpu_cells.device(), MIB if is_fake() else GIB
     measured(**cuda.link_rates(device, HostSlab(2 * nbytes), nbytes))
     size = 64 if is_fake() else 8192
@@ -42,7 +42,7 @@ def rates(output: Path) -> None:
 
 
 def cpu_rates(output: Path) -> None:
-    """AdamW and the norm of bfloat16 gradients, bytes per second, by 8 threads and by all that may be used."""
+    """Measures AdamW and the norm of bfloat16 gradients in bytes per second, with 8 threads and all usable cores."""
     gpu_cells.device()
     count, cores = 2**16 if is_fake() else 2**27, usable_cores(Path("/"))
     states = [torch.full((count,), 0.01) for _ in range(3)]
@@ -75,7 +75,7 @@ def bits(output: Path) -> None:
 
 
 def disk_rates(output: Path) -> None:
-    from spillway_trainer import probe  # noqa: PLC0415 - which needs more than the other rates
+    from spillway_trainer import probe  # noqa: PLC0415 - it needs more packages than the other rates
 
     gpu_cells.device()
     disk, backend = probe.disk(output, (32 if is_fake() else 1024) * MIB)
@@ -84,7 +84,7 @@ def disk_rates(output: Path) -> None:
 
 
 def positive(seconds: Sequence[float]) -> float:
-    """The median; the clock of a fake device may stand still."""
+    """Returns the median, but at least 1 ns, because a fake device's clock may stand still."""
     return max(1e-9, statistics.median(seconds))
 
 

@@ -1,4 +1,4 @@
-"""The systems that gpu_optimizer_offload.py sets beside each other: one in a process, as a cell.
+"""The systems that gpu_optimizer_offload.py compares: each is a cell with a process of its own.
 
 python benchmarks/gpu_systems.py --output DIR --cell JSON
 """
@@ -43,7 +43,7 @@ from spillway_trainer.tiers import cuda
 CAP_BYTES = 24 * GIB
 NO_CAP_BYTES = 2**50
 HOST_MARGIN_BYTES = 4 * GIB
-"""of free host memory, for what is no slab"""
+"""free host memory that is left for everything that is not in a slab"""
 STEPS, WARM_UPS, TIMED_SECONDS = 10, 3, 15.0
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIPPING = 1e-5, (0.9, 0.95), 1e-8, 0.1, 1.0
 SEED = 7
@@ -51,7 +51,7 @@ SEED = 7
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model and the sequences it is trained on."""
+    """The sizes of a model and the length of its sequences."""
 
     hidden_size: int
     num_layers: int
@@ -72,11 +72,11 @@ SIZES = {
     "M": Size(3072, 30, 24, 10240, 32000, 2048),
     "tiny": Size(128, 2, 4, 512, 512, 64),
 }
-"""1.36 B and 4.16 B parameters, embedding and head untied; the third for a fake device"""
+"""S and M have 1.36 B and 4.16 B parameters, with embedding and head untied; tiny is for a fake device"""
 
 
 class Unavailable(Exception):
-    """A system that this machine cannot run: the sentence for the table."""
+    """Raised for a system that this machine cannot run. The message is shown in the table."""
 
 
 Step = Callable[[], object]
@@ -95,7 +95,7 @@ def batch_of(cell: Cell) -> tuple[Tensor, Tensor]:
 
 
 def plain_model(cell: Cell) -> Transformer:
-    """bfloat16, on the device, filled from the seed; every block recomputed in backward."""
+    """Returns a bfloat16 model on the device with initial values from SEED; backward recomputes every block."""
     torch.set_default_dtype(torch.bfloat16)
     with gpu_cells.device():
         model = shape_of(cell).model()
@@ -138,7 +138,7 @@ def bare(cell: Cell, output: Path) -> Step:
 
 
 def with_masters(cell: Cell, output: Path) -> Step:
-    """All states on the device, without the cap: torch's fused AdamW over float32 masters."""
+    """torch's fused AdamW over float32 masters, with all states on the device and without the cap."""
     capped(NO_CAP_BYTES)
     model, batch = plain_model(cell), batch_of(cell)
     parameters = list(model.parameters())
@@ -161,7 +161,7 @@ def with_masters(cell: Cell, output: Path) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """spec.memory of one of ours."""
+    """The settings of spec.memory for one of our systems."""
 
     placement: str = "Auto"
     overlap: str = "None"
@@ -219,7 +219,7 @@ def ours(cell: Cell, output: Path) -> Step:
 
 def plan_of(cell: Cell, node: NodeSpec, output: Path) -> tuple[MemoryPlan, JobFile]:
     memory, device_bytes = OURS[cell.system], node.device_bytes
-    if memory.is_capped and is_fake():  # the tiny model needs no cap of gibibytes: part of its states have no room
+    if memory.is_capped and is_fake():  # the tiny model fits CAP_BYTES: take a cap without room for all states
         resident, _ = planned(cell, Memory("Device"), device_bytes, node)
         device_bytes = resident.bytes[Tier.DEVICE].total - 8 * num_parameters_of(shape_of(cell))
     elif memory.is_capped:
@@ -241,7 +241,7 @@ def plan_of(cell: Cell, node: NodeSpec, output: Path) -> tuple[MemoryPlan, JobFi
 
 
 def roomy(plan: MemoryPlan) -> MemoryPlan:
-    """For a fake device, whose attention keeps more than a real one's."""
+    """Adds host buffers for a fake device, whose attention saves more than a real device's does."""
     host = plan.bytes[Tier.HOST]
     more = host.model_copy(update={"buffers": host.buffers + 16 * MIB})
     return plan.model_copy(update={"bytes": {**plan.bytes, Tier.HOST: more}})
@@ -281,7 +281,8 @@ spec:
 
 
 def measured_rates(results: Results) -> dict[str, float]:
-    """None until all are there, and none on a fake device."""
+    """Returns the rates of the links, the device, the disk and the CPU; an empty dict until all of them are measured,
+    and on a fake device."""
     found = results.figures("rates") | results.figures("disk rates")
     cpu = results.figures("cpu rates")
     found["cpu_update"] = cpu.get(f"update_bytes_per_second_{cpu.get('usable_cores')}_threads")
@@ -293,7 +294,8 @@ LINKS = ("h2d", "d2h", "both_ways", "on_device")
 
 
 def node_of(results: Results) -> NodeSpec:
-    """This machine: what driver and control group allow, and the measured rates in the place of the catalog's."""
+    """Describes this machine: the memory and cores that driver and control group allow, and the measured rates instead
+    of the catalog's."""
     product = cuda.device_name(gpu_cells.device()).replace(" ", "-")
     node = gpu_node(product, cuda.memory_bytes(gpu_cells.device()), 1)
     free, free_disk = free_memory_bytes(Path("/")), shutil.disk_usage(results.output).free
@@ -399,7 +401,7 @@ def deepspeed(stage: int, **offload: object) -> Make:
 
 
 def stepping(model: Any, optimizer: Any, cell: Cell, parameters: Sequence[nn.Parameter] | None = None) -> Step:
-    """The plain loop around an optimizer of torch's kind."""
+    """Returns a plain training step with an optimizer that has torch's interface."""
     batch, owned = batch_of(cell), parameters or list(model.parameters())
 
     def step() -> None:
@@ -426,12 +428,13 @@ def one_rank(backend: str) -> None:
 
 
 def bound_seconds(num_parameters: int, plan: OptimizerPlan, rates: Mapping[str, float]) -> float:
-    """Of the update alone: the slowest of CPU, link each way and device (docs/optimizer-offload.md)."""
+    """A lower bound of the seconds of the update: the slowest of CPU, link each way and device
+    (docs/optimizer-offload.md)."""
     by_cpu, streamed, resident = plan.updated_by_cpu, plan.streamed_share, plan.resident_share
     each_way = rates["both_ways"] / 2 if streamed else min(rates["h2d"], rates["d2h"])
     parts = (
         28 * by_cpu / rates["cpu_update"],
-        (2 * by_cpu + (12 - 4 + 17 / 8) * streamed) / each_way,  # of a streamed master 17 bits: master_halves.py
+        (2 * by_cpu + (12 - 4 + 17 / 8) * streamed) / each_way,  # 17 bits of a streamed master: master_halves.py
         28 * (streamed + resident) / rates["on_device"],
     )
     return num_parameters * max(parts)
@@ -462,7 +465,7 @@ def measure(cell: Cell, output: Path) -> None:
     device = gpu_cells.device()
     torch.manual_seed(SEED)
     step = MAKE[cell.system](cell, output)
-    torch.cuda.reset_peak_memory_stats(device)  # a plan of ours maps its memory before the first step
+    torch.cuda.reset_peak_memory_stats(device)  # one of our plans maps its memory before the first step
     seconds = timed(step)
     tokens = cell.micro_batch * shape_of(cell).sequence_length
     measured(step_seconds=positive(seconds), spread_seconds=max(seconds) - min(seconds))
@@ -479,7 +482,7 @@ def measure(cell: Cell, output: Path) -> None:
 
 
 def timed(step: Step) -> list[float]:
-    """Seconds of each step after the warm-ups."""
+    """Returns the seconds of each step after the warm-up steps."""
     for _ in range(WARM_UPS - 1):
         step()
     last = cuda.seconds_of([step])[0]
@@ -487,7 +490,7 @@ def timed(step: Step) -> list[float]:
 
 
 def traced(step: Step, path: Path) -> None:
-    """One step as torch.profiler sees it. On a fake device there is nothing to see of the device."""
+    """Traces one step with torch.profiler; on a fake device only the CPU's activity."""
     activities = torch.profiler.supported_activities()
     if is_fake():
         activities = {torch.profiler.ProfilerActivity.CPU}
@@ -508,7 +511,7 @@ def main() -> None:
         say(unavailable=str(error))
         sys.exit(3)
     sys.stdout.flush()
-    os._exit(0)  # lanes and groups end with the process
+    os._exit(0)  # lanes and process groups end with the process
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""From a TrainingJob to its Job while Prometheus fails or lies, beside an operator whose Prometheus is well.
+"""Seconds from a TrainingJob to its Job while Prometheus fails or lies, compared with a healthy Prometheus.
 
-One real operator process for each state of Prometheus. In each round every operator gets the same TrainingJob, one
-operator after the other, in an order that rotates; the figure is the difference, round by round, from the operator
-whose Prometheus is well, in the seconds between the TrainingJob and the POST of its Job.
+There is one real operator process for each state of Prometheus. In each round every operator gets the same TrainingJob,
+one after the other, in an order that rotates. The figures are differences, round by round, to the operator with the
+healthy Prometheus, in the seconds between the TrainingJob and the POST of its Job.
 
-  killed   nobody listens on its port any more
-  hanging  takes each question and never answers
-  garbage  pages, half answers and random bytes
+  killed   nothing listens on its port any more
+  hanging  accepts each query and never answers
+  garbage  answers with web pages, half answers and random bytes
   empty    answers that it has no series
   stale    answers with what was true ten minutes ago
-  lying    tells ten times as much, or a tenth, so that the worse node looks better and the better one stalls
+  lying    reports ten times the truth, or a tenth, so that the worse node looks better and the better one stalled
 
 Prometheus and API server are fakes of the tests (`tests/fakes`), over HTTP on this machine: the seconds are the
-operator's own, without those of a real API server. Prometheus is read every two seconds, not every 15, and each
-operator had good figures first, so that it has something to be wrong about.
+operator's own, without those of a real API server. Each operator reads Prometheus every two seconds, not every 15, and
+has read good figures before the fault begins, so that it can keep using them wrongly.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ NUM_ROUNDS = 30
 NUM_QUICK_ROUNDS = 8
 INTERVAL_SECONDS = 2.0
 PATIENCE_SECONDS = 60.0
-"""a loaded machine starts slowly"""
+"""long, because on a loaded machine processes start slowly"""
 POLL_SECONDS = 0.01
 GIB = 2**30
 NODES = {
     "node-a": NodeTruth(3.0 * GIB, 50.0 * GIB, memory_stalled=0.04, lies=10.0),
     "node-b": NodeTruth(12.0 * GIB, 90.0 * GIB, memory_stalled=0.01, lies=0.1),
 }
-"""the truth is that node-b has more room and neither stalls; the lie, that node-a has, and node-b's memory stalls"""
+"""in truth node-b has more room and neither node stalls; the lie is that node-a has more and node-b's memory stalls"""
 NODE_STATUS: Object = {
     "allocatable": {"cpu": "8", "memory": "16Gi", "ephemeral-storage": "100Gi"},
     "conditions": [{"type": "Ready", "status": "True"}],
@@ -67,11 +67,11 @@ OF_A_START = {
 }  # fmt: skip
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 KNOWN = tuple(fault for fault in FAULTS if fault is not Health.LYING)
-"""what an operator can know of its Prometheus"""
+"""faults that an operator can notice"""
 
 
 class TimedApi(FakeApi):
-    """Says when the Job of a TrainingJob came."""
+    """An API server that records when the Job of a TrainingJob is created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,11 +87,11 @@ class TimedApi(FakeApi):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One job's start."""
+    """The start of one job."""
 
     seconds: float
     template: Object
-    """of its pods, without preferences"""
+    """its pod template, without preferences for nodes"""
     preferred: tuple[str, ...]
     """nodes, most preferred first"""
     plan: str
@@ -109,7 +109,7 @@ class Site:
     prometheus: LyingPrometheus
     operator: OperatorProcess
     at_rest: Object = field(default_factory=dict)
-    """of the bystander: what must not change"""
+    """the bystander's state, which must not change"""
 
     async def until(self, what: str, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -122,18 +122,18 @@ class Site:
         return str((self.api.get("trainingjobs", name).get("status") or {}).get("state", ""))
 
     async def readings(self, count: int) -> None:
-        """So many whole ones from now on."""
+        """Waits for `count` complete readings of the metrics from now on."""
         enough = self.prometheus.num_questions + (count + 1) * len(QUESTIONS)
         await self.until(f"{count} readings", lambda: self.prometheus.num_questions >= enough)
 
     async def prepare(self) -> None:
-        """An operator with good figures, and a job that runs."""
+        """Waits until the operator has good figures and a job runs."""
         await asyncio.to_thread(self.operator.wait_ready)
         await self.readings(1)
         await self.start_bystander()
 
     async def break_prometheus(self) -> None:
-        """Returns once the operator must have noticed."""
+        """Begins the fault. Returns when the operator must have noticed it."""
         if self.health is Health.WELL:
             return
         self.prometheus.become(self.health)
@@ -143,7 +143,7 @@ class Site:
             await self.readings(2)
 
     async def start_bystander(self) -> None:
-        """A job that runs, decided on good figures."""
+        """Starts a job on good figures and lets it run."""
         await self.start(BYSTANDER)
         job = self.api.get("jobs", f"{BYSTANDER}-1")
         self.api.put("jobs", job | {"status": {"active": 1, "ready": 1}})
@@ -151,7 +151,7 @@ class Site:
         self.at_rest = self.bystander()
 
     def bystander(self) -> Object:
-        """Its objects, and of its status what decides."""
+        """Returns the bystander's objects; of its status only the fields that the operator's decisions set."""
         names = {"trainingjobs": BYSTANDER, "jobs": f"{BYSTANDER}-1", "configmaps": f"{BYSTANDER}-1"}
         found = {kind: self.api.objects.get((kind, NAMESPACE, name), {}) for kind, name in names.items()}
         status = found["trainingjobs"].get("status") or {}
@@ -185,14 +185,14 @@ class Site:
         )
 
     def forget(self, name: str) -> None:
-        """As its owner, and then the garbage collector, would delete it: it reserves nothing any more."""
+        """Deletes a job as its owner and then the garbage collector would, so that it reserves nothing any more."""
         self.api.remove("trainingjobs", NAMESPACE, name)
         for plural in ("jobs", "configmaps"):
             self.api.remove(plural, NAMESPACE, f"{name}-1")
 
 
 def without_preferences(template: Object) -> tuple[Object, tuple[str, ...]]:
-    """A copy of a pod template, and the nodes that it preferred."""
+    """Returns a copy of a pod template without preferences, and the preferred nodes, the most preferred first."""
     copied: Object = json.loads(json.dumps(template))
     affinity = copied["spec"].get("affinity", {}).get("nodeAffinity", {})
     preferred = affinity.pop(PREFERRED, ())
@@ -232,22 +232,22 @@ async def site(health: Health, folder: Path) -> AsyncIterator[Site]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All rounds of all operators, and what none may do."""
+    """All rounds of all operators, and what the operators did that they must not do."""
 
     starts: Mapping[Health, Sequence[Start]]
     touched: Sequence[Health]
-    """states in which the job that runs is not as it was"""
+    """states of Prometheus in which the bystander changed"""
     wrong_writes: Mapping[Health, Sequence[tuple[str, str]]]
-    """that are none of a start"""
+    """writes that do not belong to a start"""
 
     def differences(self, fault: Health) -> list[float]:
-        """Seconds later than beside a Prometheus that is well, by round."""
+        """Returns by round how many seconds later a job started than with a healthy Prometheus."""
         pairs = zip(self.starts[fault], self.starts[Health.WELL], strict=True)
         return [start.seconds - well.seconds for start, well in pairs]
 
 
 async def rounds(num_rounds: int, folder: Path) -> Run:
-    """One round more comes first, to warm up: it is not counted."""
+    """Runs `num_rounds` rounds after one that warms up and is not counted."""
     async with AsyncExitStack() as stack:
         sites = [await stack.enter_async_context(site(health, folder / health)) for health in Health]
         await asyncio.gather(*(each.prepare() for each in sites))
@@ -275,7 +275,7 @@ def wrong_writes(each: Site, since: int) -> list[tuple[str, str]]:
 
 
 def complaints(run: Run) -> list[str]:
-    """A sentence for everything that metrics decided and must not."""
+    """Returns a sentence for everything that metrics must not decide but did."""
     found = [f"{health}: the job that ran all the time was touched" for health in run.touched]
     found += [f"{health}: wrote {writes}" for health, writes in run.wrong_writes.items() if writes]
     for health, starts in run.starts.items():

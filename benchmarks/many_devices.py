@@ -1,22 +1,23 @@
-"""A sweep on two devices beside the same sweep on one: whole `spillway run`s, in turn.
+"""A sweep on two devices compared with the same sweep on one: whole `spillway run`s, in turn.
 
-12 models of unequal sizes and steps on real text, none of which fits its device without spilling. A device is a CPU
-core: one compute thread, and all lanes of its process on the same core.
+The sweep has 12 models of unequal sizes and numbers of steps on real text; none fits its device without spilling. A
+device is a CPU core: one compute thread, and all lanes of its process on the same core.
 
   one      all members on one device                            taskset -c A    spillway run --ranks 1
   two      all members on two devices                           taskset -c A,B  spillway run --ranks 2
-  static   a run for each device, members dealt out in turn     taskset -c A    spillway run, and -c B the same
+  static   one run per device, members divided alternately      taskset -c A    spillway run, and -c B the same
 
 Seconds are those of the command, from its start to its end: start-up, corpus, turns, parking, checkpoints.
 
   two_vs_one          seconds of two over one; 0.5 is the bound
-  two_vs_static       seconds of two over static; the upper bound of its interval has the limit
+  two_vs_static       seconds of two over static; the limit is on the upper end of its interval
   cpu_vs_one          CPU seconds of two over one
-  devices_busy        share of the time from the first turn to the last in which devices had a member, the least round
-  members_identical   1: every member has the same losses, bit for bit, in every run
+  devices_busy        share of the time from the first turn to the last in which devices had a member; the lowest of all
+                      rounds
+  members_identical   1 if every member has the same losses, bit for bit, in every run
 
-Sizes, seed, rounds and limits were committed before the first figure. --quick: 4 members of 4 steps, one round; it
-shows that all works, and is too short for ratios.
+Sizes, seed, rounds and limits were committed before the first figure was measured. --quick: 4 members of 4 steps, one
+round; it shows that everything works, but is too short for ratios.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SEED = 31
 NUM_MEMBERS, ROUNDS = 12, 6
 MODULES = ("argparse.py", "dataclasses.py", "enum.py", "inspect.py", "typing.py", "tarfile.py")
 DEVICE_BUDGET = "14Mi"
-"""below what the smallest member takes when all of it stays on the device"""
+"""less than the smallest member takes if all of it stays on the device"""
 AT_MOST = {"two_vs_one": 0.60, "two_vs_static_upper": 1.05, "cpu_vs_one": 1.05}
 AT_LEAST = {"devices_busy": 0.85, "members_identical": 1.0}
 
@@ -57,7 +58,7 @@ class Ran:
     cpu_seconds: float
     busy: float
     losses: Mapping[str, Sequence[float]]
-    """By member, of every step."""
+    """the loss of every step, by member"""
 
 
 def members(quick: bool) -> list[dict[str, Any]]:
@@ -73,7 +74,7 @@ def members(quick: bool) -> list[dict[str, Any]]:
 
 
 def job(text: Path, listed: Sequence[dict[str, Any]], num_devices: int) -> dict[str, Any]:
-    """With budgets of `num_devices` devices: each has the same."""
+    """Returns a job whose host and NVMe budgets grow with `num_devices`, so that each device has the same share."""
     sizes = {"hiddenSize": 128, "numHeads": 4, "intermediateSize": 344, "vocabSize": 1024, "numLayers": 3}
     return {
         "apiVersion": "spillway.dev/v1alpha1",
@@ -114,7 +115,7 @@ class Laboratory:
         return self._run([(self._members[device::2], [core]) for device, core in enumerate(self._cores)])
 
     def _run(self, parts: Sequence[tuple[Sequence[dict[str, Any]], Sequence[int]]]) -> Ran:
-        """All `parts`, members and cores of each, at the same time."""
+        """Runs all `parts` at the same time. Each part has the members of one run and the cores that it may use."""
         self._number += 1
         begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         started, outputs = list[subprocess.Popen[bytes]](), list[Path]()
@@ -157,7 +158,7 @@ def busy_in(output: Path, num_devices: int) -> float:
 
 
 def over(ran: Sequence[Ran], rivals: Sequence[Ran], what: str) -> Ratio:
-    """Ours over the rival's, by round."""
+    """Returns the ratio of figure `what`, ours over the rival's, paired by round."""
     return paired_ratio([getattr(one, what) for one in rivals], [getattr(one, what) for one in ran])
 
 

@@ -1,4 +1,4 @@
-"""Real steps of a small model on one compute thread and one update thread: what the optimizer's benchmarks time."""
+"""Real steps of a small model, with one compute thread and one update thread, which the optimizer's benchmarks time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HUNDRED_MILLION = Cell(768, 12, 10240, 512, 1, num_micro_batches=1)
 
 
 class WithoutUpdate:
-    """An optimizer that takes gradients and never updates."""
+    """An optimizer that takes gradients but never updates."""
 
     def __init__(self, optimizer: StepOptimizer) -> None:
         self._optimizer = optimizer
@@ -46,7 +46,7 @@ class WithoutUpdate:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A model, its optimizer as it was wrapped, and what makes one step after the other."""
+    """A model, its wrapped optimizer, and the state of a run that takes steps."""
 
     assembly: Assembly
     optimizer: Any
@@ -59,10 +59,10 @@ class MeasuredRun:
 
 
 class MeasuredRuns:
-    """Runs of one cell, each with memory and a spill file of its own in `directory`, until `opened` ends."""
+    """Makes runs of one cell, each with its own memory and spill file in `directory`, which `opened` closes."""
 
     def __init__(self, cell: Cell, opened: ExitStack, directory: str | None = None) -> None:
-        """`directory`: none = that for temporary files."""
+        """`directory` None means the directory for temporary files."""
         self._cell, self._opened, self._job = cell, opened, cell.job()
         planned = make_plan(self._job, local_node(1, 8 * GIB, 4 * GIB, 4 * GIB))
         assert isinstance(planned, MemoryPlan), "that much is enough"
@@ -75,7 +75,7 @@ class MeasuredRuns:
         optimizer: Callable[[Any], Any] = lambda own: own,
         techniques: Callable[[Any], Any] = lambda own: own,
     ) -> MeasuredRun:
-        """One more run; `optimizer` and `techniques` wrap what the step loop is given."""
+        """Makes one more run; `optimizer` and `techniques` wrap the objects that the step loop gets."""
         optimizer_plan = self._plan.optimizer.model_copy(update={"overlap": overlap})
         plan = self._plan.model_copy(update={"optimizer": optimizer_plan})
         assembly = self._opened.enter_context(probe.assembled(self._job, plan, self._directory, 1, CPU))

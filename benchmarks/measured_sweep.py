@@ -1,12 +1,12 @@
-"""A sweep of small models on real text, really trained: its members one after the other, in turns, and with halving.
+"""A sweep of small models that are really trained on real text: one member after the other, in turns, and with halving.
 
     alone    every member's solo run (run_job), one after the other
-    turns    the same members as one sweep (run_sweep), which report after 20 % of their steps
-    halving  the same, of which rounds at 12.5, 25 and 50 % stop the worse halves
+    turns    the same members as one sweep (run_sweep); each first reports after 20 % of its steps
+    halving  the same sweep, in which rounds at 12.5, 25 and 50 % of the steps stop the worse half
 
-All in this process, with the plans that the planner makes for a device that has room for one member: neither side's
-seconds hold a start-up or a corpus, both hold models, tiers, first values, evaluations and checkpoints; the sweep's
-also hold parking on NVMe.
+All run in this process, with the planner's plans for a device that has room for one member. The measured seconds of all
+three exclude start-up and corpus, and include models, tiers, initial values, evaluations and checkpoints; those of the
+sweeps also include parking on NVMe.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from spillway_trainer.sweep.attempt import open_sweep_recorder, run_sweep
 from spillway_trainer.trainer import RunProgress, StopRequest
 
 MODULES = ("argparse.py", "dataclasses.py", "enum.py", "inspect.py", "typing.py", "tarfile.py")
-"""real text: these sources of the standard library"""
+"""sources of the standard library that are the text"""
 RATES = ("3e-2", "1e-2", "3e-3", "1e-3", "3e-4", "1e-4")
 DROPOUTS = ("0", "0.1")
 REPORTS = 5
-"""evaluations of a member, the first after 20 % of its steps"""
+"""number of evaluations of a member; the first is after 20 % of its steps"""
 FIRST_ROUND = 8
-"""rounds of halving stand at this fraction of the steps, twice that, four times that"""
+"""the rounds of halving are after one eighth, two eighths and four eighths of the steps"""
 JOB = """
 apiVersion: spillway.dev/v1alpha1
 kind: TrainingJob
@@ -77,12 +77,12 @@ spec:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of what is measured."""
+    """How much is trained."""
 
     rates: Sequence[str] = RATES
     num_steps: int = 80
     num_sequences: int = 12
-    """a step"""
+    """per step"""
 
 
 FULL, OF_SEEDS, QUICK = Size(), Size(num_sequences=8), Size(RATES[2:3], 10, 8)
@@ -90,18 +90,18 @@ FULL, OF_SEEDS, QUICK = Size(), Size(num_sequences=8), Size(RATES[2:3], 10, 8)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one way to train the members."""
+    """What one way to train the members gave."""
 
     seconds: float
     reported_seconds: float
-    """until every member has an evaluation"""
+    """seconds until every member has an evaluation"""
     best: str
     curves: dict[str, tuple[dict[int, float], dict[int, float]]]
     """by member: losses and evaluations by step"""
     tensors: dict[str, dict[str, Tensor]]
-    """by member: what its checkpoint of the last step holds; of those that came so far"""
+    """by member: the tensors in its checkpoint of the last step, for members that reached it"""
     device_bytes: int
-    """the most that a step held there"""
+    """the most that any step held on the device"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +111,12 @@ class Found:
     halving: list[Outcome]
     """by round"""
     differences: list[str]
-    """members and what of them is not bit for bit that of the solo run"""
+    """what is not bit for bit equal to the solo run, and of which member"""
     device_budget_bytes: int
 
 
 class Laboratory:
-    """One corpus, and a directory for each run, which is gone after it."""
+    """Has one corpus, and gives each run a directory that is removed after the run."""
 
     def __init__(self, root: Path, size: Size) -> None:
         self._root, self._size = root, size
@@ -128,7 +128,7 @@ class Laboratory:
         self.device_bytes = largest_device_bytes(self._plan(self._job(0, 0, 8 * GIB)))
 
     def warm_up(self) -> None:
-        """The corpus is made, and code is in memory."""
+        """Makes the corpus and loads all code into memory, so that no measured run does."""
         with self._run(0, 0) as (file, plan):
             solo = member_job(file, file.spec.members[0])
             run_job(solo, plan.members[0].plan, recorder(solo), RunProgress(), StopRequest(), World())
@@ -187,7 +187,7 @@ def node() -> NodeSpec:
 
 
 def largest_device_bytes(plan: MemoryPlan) -> int:
-    """A budget for one member, in whole MiB. Two do not fit: all are of one size."""
+    """Returns a budget for one member, in whole MiB. Two do not fit, because all members have the same size."""
     needed = [one.plan.bytes[Tier.DEVICE].total for one in plan.members]
     budget = -(-max(needed) // MIB) * MIB
     assert budget < 2 * min(needed), "two members would fit at once"
@@ -201,7 +201,7 @@ def recorder(file: JobFile) -> Recorder:
 
 
 def outcome(file: JobFile, begin: float, end: float) -> Outcome:
-    """Read from what the runs wrote."""
+    """Reads an outcome from the files that the runs wrote."""
     reported, device, curves, tensors = list[float](), 0, {}, {}
     values = dict[str, float]()
     for member in file.spec.members:
@@ -235,7 +235,8 @@ def tensors_of(checkpoints: Path, step: int) -> dict[str, Tensor]:
 
 
 def differences(alone: Outcome, other: Outcome, what: str) -> list[str]:
-    """Of every member in `other`, as far as it trained: losses, evaluations that both made, final tensors."""
+    """Compares every member of `other`, as far as it trained, with its solo run: losses, evaluations that both have,
+    and final tensors."""
     found = []
     for name, curves in other.curves.items():
         for kind, expected, seen in zip(("loss", "evaluation"), alone.curves[name], curves, strict=True):
@@ -252,7 +253,7 @@ def differences(alone: Outcome, other: Outcome, what: str) -> list[str]:
 
 
 def in_rotation(ways: Mapping[str, Callable[[], Outcome]], num_rounds: int) -> dict[str, list[Outcome]]:
-    """By round; who begins changes."""
+    """Runs all ways in every round and returns their outcomes by round. Each round begins with another way."""
     names, found = list(ways), {name: list[Outcome]() for name in ways}
     for number in range(num_rounds):
         for position in range(len(names)):
@@ -270,7 +271,7 @@ def laboratory(size: Size) -> Iterator[Laboratory]:
 
 
 def measured(size: Size, num_rounds: int) -> Found:
-    """The three ways, in turns."""
+    """Measures the three ways in turns."""
     print("\na sweep, measured", flush=True)
     with laboratory(size) as here:
         here.warm_up()
@@ -291,7 +292,7 @@ def measured(size: Size, num_rounds: int) -> Found:
 
 
 def halving_misses(size: Size, seeds: range) -> list[str]:
-    """A sentence for each seed with which halving finds another best member than the full sweep."""
+    """Returns a sentence for each seed with which halving and the full sweep find different best members."""
     with laboratory(size) as here:
         pairs = {seed: compared(seed, here) for seed in seeds}
     return [miss(seed, *pair) for seed, pair in pairs.items() if pair[0].best != pair[1].best]

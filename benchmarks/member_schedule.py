@@ -1,12 +1,13 @@
-"""Schedules several models on the devices of one node: which model a device runs next. No job does this yet.
+"""Schedules several models on the devices of one node: decides which model a device runs next. No job does this yet.
 
-A member's step is a chain of visits: one segment on a device in one direction, its parameters uploaded before it unless
-they are resident. After the last visit, and only then, because the norm needs all gradients, the host updates segment
-after segment, in forward order; a segment may be visited again once it is updated. So a member alone leaves the device
-waiting for its update, and two or more fill each other's waits (model_spill; Hydra, arXiv 2110.08633).
+A member's step is a chain of visits. A visit computes one segment on a device in one direction; the segment's
+parameters are uploaded before it unless they are resident. The norm needs all gradients, so only after the last visit
+the host updates the segments one after the other, in forward order; a segment can be visited again once it is updated.
+So a single member leaves the device idle during its update, while two or more members fill each other's waits
+(model_spill; Hydra, arXiv 2110.08633).
 
-The policies are pure functions of what is known at a moment: the simulator (benchmarks/member_simulation.py) asks
-`choose` when a trainer would.
+The policies are pure functions of the present state: the simulator (benchmarks/member_simulation.py) calls `choose`
+when a trainer would.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from enum import IntEnum, StrEnum
 from spillway.planning.hardware import NodeSpec
 
 CRITICAL_SHARE = 0.02
-"""Share of all remaining time within which a member's own chain must be for it to come first."""
+"""A member comes first if its own chain takes the whole remaining time, less at most this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentWork:
-    """What one segment asks of each resource in one step, all micro-batches together (weight-stationary)."""
+    """What one segment needs of each resource in one step, for all micro-batches together (weight-stationary)."""
 
     forward_seconds: float
     backward_seconds: float
     """Including recomputation."""
     upload_bytes: int
-    """Bytes of its parameters, loaded before each visit; 0: resident."""
+    """Bytes of its parameters, which are uploaded before each visit; 0 if they are resident."""
     download_bytes: int
     """Bytes of its gradients, or of its parameters if the device updates them."""
     update_seconds: float
-    """Seconds of all the host's cores; 0: the device updates it within backward."""
+    """Seconds of its update on all of the host's cores; 0 if the device updates it within backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,11 @@ class MemberWork:
     resident_bytes: int = 0
     """Bytes that move if another device continues the member."""
     num_parts: int = 1
-    """Devices that share each of its steps, each with a part of the micro-batches."""
+    """Number of devices that share each of its steps; each computes a part of the micro-batches."""
 
     def visits(self) -> tuple[SegmentVisit, ...]:
-        """Of one part of one step. Backward of the last segment follows its forward: one visit, one upload."""
+        """Returns the visits of one part of one step. Backward of the last segment directly follows its forward, so
+        both are one visit with one upload."""
         last = len(self.segments) - 1
         forward = [
             SegmentVisit(index, one.upload_bytes, one.forward_seconds / self.num_parts, 0)
@@ -80,7 +82,7 @@ class MemberWork:
 
     @property
     def compute_seconds(self) -> float:
-        """Of one step, all parts."""
+        """Compute seconds of all parts of one step."""
         return sum(one.forward_seconds + one.backward_seconds for one in self.segments)
 
     @property
@@ -89,7 +91,7 @@ class MemberWork:
 
     @property
     def upload_bytes(self) -> int:
-        """Of one step, all parts."""
+        """Bytes that all parts of one step upload."""
         return self.num_parts * sum(visit.upload_bytes for visit in self.visits())
 
     @property
@@ -103,11 +105,11 @@ class Machine:
 
     num_devices: int
     h2d_bytes_per_second: float
-    """Rate of a root port."""
+    """Rate of one root port."""
     d2h_bytes_per_second: float
     devices_per_root_port: int
     num_slots: int = 2
-    """Visits whose parameters are on the device at a time, including uploads."""
+    """Number of visits whose parameters can be on the device at the same time, including those being uploaded."""
 
     @property
     def num_ports(self) -> int:
@@ -120,16 +122,17 @@ def machine_of(node: NodeSpec) -> Machine:
 
 
 class TurnPolicy(StrEnum):
-    """How devices take members up."""
+    """How devices choose members."""
 
     SEQUENTIAL = "Sequential"
     """One member after the other, each to its end."""
     ROUND_ROBIN = "RoundRobin"
-    """The next member in the list, step by step."""
+    """After each step the next member in the list."""
     SHARD_LRTF = "ShardLrtf"
-    """The longest remaining time first, segment by segment (Hydra's Sharded-LRTF)."""
+    """After each segment the member with the longest remaining time (Hydra's Sharded-LRTF)."""
     READINESS = "Readiness"
-    """The longest remaining time first among members that are updated, step by step; else the first to be updated."""
+    """After each step the member with the longest remaining time among those whose update is done; if there is none, a
+    member whose update has begun."""
 
     @property
     def takes_segments(self) -> bool:
@@ -137,12 +140,12 @@ class TurnPolicy(StrEnum):
 
 
 class Readiness(IntEnum):
-    """How far the update of a member's last step has come."""
+    """The state of the update of a member's last step."""
 
     WAITS = 0
     """Not even its first segment is updated."""
     BEGINS = 1
-    """Its first segment is updated: visits can begin, and follow the update."""
+    """Its first segment is updated: visits can begin and follow the update from segment to segment."""
     READY = 2
 
 
@@ -151,31 +154,31 @@ class WaitingMember:
     """A member that is not finished, as one device sees it."""
 
     index: int
-    """Index of the member in its list."""
+    """Index of the member in the list of all members."""
     compute_seconds: float
-    """Remaining compute seconds, all parts."""
+    """Remaining compute seconds of all parts."""
     chain_seconds: float
-    """The same if it had the node to itself, including waits for its own updates."""
+    """Remaining seconds if it had the node to itself, including waits for its own updates."""
     update_seconds: float
     """Remaining update seconds of the host."""
     step_seconds: float
     """Compute seconds of one part of a step."""
     waits_seconds: float
-    """Seconds per step that it waits for its own update if it has the node to itself."""
+    """Seconds per step for which it waits for its own update if it has the node to itself."""
     is_free: bool
-    """Whether a part of it is not running, here or elsewhere."""
+    """Whether this device could take up a part of its step, or its next segment: no device has it yet."""
     readiness: Readiness
     is_elsewhere: bool = False
     """Whether another device ran it last."""
     switch_seconds: float = 0.0
-    """Seconds to bring its resident segments to this device; 0 if they are there."""
+    """Seconds to bring its resident segments to this device; 0 if they are here."""
 
 
 def choose(policy: TurnPolicy, candidates: Sequence[WaitingMember], last: int | None, num_devices: int) -> int | None:
-    """The index of the member that a device takes up next; None: it waits until something changes.
+    """Returns the index of the member that a device takes up next; None if it waits until something changes.
 
-    `candidates`: all that are not finished. `last`: the member that the device had before. Ties go to the member that
-    comes first in the list.
+    `candidates` are all members that are not finished, `last` is the member that the device took up last. In a tie the
+    member that comes first in the list wins.
     """
     free = [one for one in candidates if one.is_free]
     if policy is TurnPolicy.SEQUENTIAL:
@@ -194,15 +197,15 @@ def _choose_ready(candidates: Sequence[WaitingMember], last: int | None, num_dev
     eligible = [one for one in candidates if is_eligible(one, last, left)]
     first = max(eligible, key=lambda one: (rank(one, left), -one.index), default=None)
     if first is not None and not first.is_free:
-        # It runs here, and its update comes next: who is short enough fits in between.
+        # It runs here, and its update comes next: a member whose step is short enough fits into that wait.
         short = [one for one in eligible if one.is_free and one.step_seconds <= first.waits_seconds]
         first = max(short, key=lambda one: (rank(one, left), -one.index), default=None)
     return first.index if first is not None and first.readiness is not Readiness.WAITS else None
 
 
 def is_eligible(candidate: WaitingMember, last: int | None, left: float) -> bool:
-    """Whether it can start now or is worth waiting for: the member that the device has now, if all others end before
-    it, or if the host has nothing to update and it continues at once."""
+    """Whether a member can start now or is worth waiting for. Only the member that the device has now is worth waiting
+    for: if it would end last of all, or if the host has nothing to update for it, so that it continues at once."""
     if candidate.is_free and candidate.readiness is not Readiness.WAITS:
         return True
     return candidate.index == last and (candidate.update_seconds == 0.0 or is_critical(candidate, left))
@@ -213,7 +216,7 @@ def is_critical(candidate: WaitingMember, left: float) -> bool:
 
 
 def left_seconds(candidates: Sequence[WaitingMember], num_devices: int) -> float:
-    """Least seconds until all are finished: devices together, the host, the longest chain."""
+    """A lower bound of the seconds until all are finished: of the devices together, the host, and the longest chain."""
     return max(
         sum(one.compute_seconds for one in candidates) / num_devices,
         sum(one.update_seconds for one in candidates),
@@ -222,8 +225,8 @@ def left_seconds(candidates: Sequence[WaitingMember], num_devices: int) -> float
 
 
 def rank(candidate: WaitingMember, left: float) -> tuple[bool, Readiness, bool, float]:
-    """First who would end later than all others if it waited; then who need not wait for its update; then who is here
-    already; then who has most left."""
+    """The sort key of a member. First come members that would end last of all if they waited; then those that need not
+    wait for their update; then those on this device; then those with the most remaining seconds."""
     stays = candidate.switch_seconds == 0.0
     return is_critical(candidate, left), candidate.readiness, stays, candidate.chain_seconds
 
@@ -232,7 +235,7 @@ def rank(candidate: WaitingMember, left: float) -> tuple[bool, Readiness, bool, 
 
 
 def bound_seconds(works: Sequence[MemberWork], machine: Machine) -> float:
-    """Least seconds until all members are finished: of every resource alone, and of every member alone."""
+    """A lower bound of the seconds until all members are finished: the most that one resource or one member needs."""
     uploads = sum(work.num_steps * work.upload_bytes for work in works)
     downloads = sum(work.num_steps * work.download_bytes for work in works)
     return max(
@@ -245,21 +248,21 @@ def bound_seconds(works: Sequence[MemberWork], machine: Machine) -> float:
 
 
 def ceiling_seconds(works: Sequence[MemberWork], machine: Machine) -> float:
-    """The same where nothing is transferred or updated: compute over all devices, and the longest member."""
+    """The lower bound if transfers and updates took no time: compute over all devices, or the longest member."""
     total = sum(work.num_steps * work.compute_seconds for work in works)
     longest = max(work.num_steps * work.compute_seconds / work.num_parts for work in works)
     return max(total / machine.num_devices, longest)
 
 
 def alone_seconds(work: MemberWork, machine: Machine) -> float:
-    """Of one member that has the node to itself: its chain of updates, first uploads and visits, step after step."""
+    """Seconds of a member that has the node to itself: its first upload, and visits, waits and updates of its steps."""
     compute = work.num_steps * work.compute_seconds / work.num_parts
     first_upload = work.segments[0].upload_bytes / machine.h2d_bytes_per_second
     return first_upload + compute + (work.num_steps - 1) * waits_seconds(work, machine) + work.update_seconds
 
 
 def waits_seconds(work: MemberWork, machine: Machine) -> float:
-    """A step: what a member alone on the node waits for its update, beyond its own compute."""
+    """Seconds per step that a member alone on the node waits for its update, beyond its own compute."""
     updated, done = list[float](), 0.0
     for one in work.segments:
         done += one.update_seconds
@@ -268,7 +271,8 @@ def waits_seconds(work: MemberWork, machine: Machine) -> float:
 
 
 def _chain_seconds(work: MemberWork, machine: Machine, updated: Sequence[float]) -> float:
-    """From the norm of a step to that of the next; `updated`: when each segment is, after the first."""
+    """Seconds from the norm of one step to that of the next. `updated` says when each segment is updated, in seconds
+    after the first norm."""
     clock = 0.0
     for visit in work.visits():
         clock = max(clock, updated[visit.segment] + visit.upload_bytes / machine.h2d_bytes_per_second)
@@ -280,9 +284,8 @@ def _chain_seconds(work: MemberWork, machine: Machine, updated: Sequence[float])
 
 
 def visited_together(works: Sequence[MemberWork]) -> MemberWork:
-    """Members on one frozen base that visit each segment together: the base is uploaded once for all of them.
-
-    Raises ValueError unless they have equally many segments and steps.
+    """Joins members on one frozen base into one member. They visit each segment together, so the base is uploaded once
+    for all of them. Raises ValueError unless they have equally many segments and steps.
     """
     if len({(len(work.segments), work.num_steps) for work in works}) != 1:
         raise ValueError("members that share a base visit its segments together: equally many segments and steps")
@@ -301,9 +304,9 @@ def visited_together(works: Sequence[MemberWork]) -> MemberWork:
 
 
 def parted(works: Sequence[MemberWork], machine: Machine, num_micro_batches: int) -> list[MemberWork]:
-    """With fewer members than devices, each divides its micro-batches among several devices; else they stay whole.
+    """Divides the micro-batches of each member among several devices if there are fewer members than devices.
 
-    Parts are as equal as whole micro-batches allow: a number of parts that does not divide them is not used.
+    Only numbers of parts that divide the number of micro-batches are used, so that parts are equal.
     """
     most = max(1, machine.num_devices // len(works))
     num_parts = max(number for number in range(1, most + 1) if num_micro_batches % number == 0)
@@ -311,9 +314,8 @@ def parted(works: Sequence[MemberWork], machine: Machine, num_micro_batches: int
 
 
 def pilot_shards(segment_bytes: Sequence[int], budget_bytes: int) -> list[range]:
-    """Hydra's partitioner, as its pilot runs find it: as many segments in a row as fit into the budget, then the next.
-
-    Raises ValueError when one alone does not fit.
+    """Returns the shards that Hydra's partitioner finds by pilot runs: each has as many consecutive segments as fit the
+    budget. Raises ValueError if one segment alone does not fit.
     """
     shards, start, used = list[range](), 0, 0
     for index, nbytes in enumerate(segment_bytes):
@@ -327,7 +329,7 @@ def pilot_shards(segment_bytes: Sequence[int], budget_bytes: int) -> list[range]
 
 
 def merged(segments: Sequence[SegmentWork], shards: Iterable[range]) -> tuple[SegmentWork, ...]:
-    """Segments that are visited as one."""
+    """Joins the segments of each shard, which is visited as one segment."""
     return tuple(
         SegmentWork(
             forward_seconds=sum(segments[index].forward_seconds for index in shard),

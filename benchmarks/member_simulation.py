@@ -1,10 +1,10 @@
-"""Members in virtual time: the schedule of member_schedule.py played through, event by event.
+"""Members in virtual time: simulates the schedule of member_schedule.py event by event.
 
-Resources serve in the order in which work becomes ready: compute of each device, both directions of each root port
-(shared by its devices), and the host's update (shared by all). Under Readiness the update of the longest chain goes
-first, and of uploads the one whose device will have nothing to compute the soonest. A device uploads in the order in
-which it took work up, into `num_slots` slots, and takes up the next step, or segment, as soon as the last upload has
-begun: so the policy is asked when a trainer would ask it.
+The resources are compute of each device, both directions of each root port (shared by its devices), and the host's
+update (shared by all). Each serves work in the order in which it becomes ready, except under Readiness: there the
+update of the longest chain goes first, and the upload whose device will be the first to have nothing to compute. A
+device uploads in the order in which it took work up, into `num_slots` slots, and takes up the next step (or segment) as
+soon as the last upload has begun: so the policy is asked when a trainer would ask it.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one simulation."""
+    """The outcome of one simulation."""
 
     seconds: float
     """until all members are finished"""
     finished_seconds: tuple[float, ...]
     """by member"""
     busy_seconds: dict[str, float]
-    """compute (all devices), h2d, d2h (all ports), update"""
+    """by resource: compute (all devices), h2d and d2h (all ports), update"""
     num_switches: int
-    """times that a member's resident segments moved to another device"""
+    """how often a member's resident segments moved to another device"""
     spans: tuple[Span, ...]
 
 
 def simulate(works: Sequence[MemberWork], machine: Machine, policy: TurnPolicy) -> Outcome:
-    """Raises ValueError for a machine without devices or slots, and for a member without steps or segments or with
-    parts that `policy` or `machine` cannot have."""
+    """Simulates all members to their end. Raises ValueError for a machine without devices or slots, and for a member
+    without steps or segments or with a number of parts that `policy` or `machine` does not allow."""
     if machine.num_devices < 1 or machine.num_slots < 1:
         raise ValueError(f"a machine needs a device and a slot: {machine}")
     for work in works:
@@ -68,11 +68,11 @@ def simulate(works: Sequence[MemberWork], machine: Machine, policy: TurnPolicy) 
 
 
 STEPWISE = (TurnPolicy.READINESS, TurnPolicy.ROUND_ROBIN, TurnPolicy.SEQUENTIAL)
-"""policies under which one member's activations are on a device at a time"""
+"""policies under which a device holds the activations of only one member at a time"""
 
 
 def fastest(works: Sequence[MemberWork], machine: Machine) -> tuple[TurnPolicy, Outcome]:
-    """The policy of STEPWISE that ends first, and its outcome; the first of equals."""
+    """Returns the policy of STEPWISE that ends first, and its outcome; of equals the first one."""
     outcomes = {policy: simulate(works, machine, policy) for policy in STEPWISE}
     policy = min(STEPWISE, key=lambda one: outcomes[one].seconds)
     return policy, outcomes[policy]
@@ -95,7 +95,7 @@ class _Clock:
 
 
 class _Queue:
-    """A resource that does one thing after the other: what is worth most, and what came first of equal worth."""
+    """A resource that does one piece of work at a time: that of the highest worth, and of equal worth the oldest."""
 
     def __init__(self, clock: _Clock) -> None:
         self._clock = clock
@@ -131,7 +131,7 @@ class _Task:
     visit: SegmentVisit
     step: int
     before: _Task | None
-    """of the same part"""
+    """the visit before it in the same part"""
     moved_from: int | None = None
     is_uploaded: bool = False
     is_computed: bool = False
@@ -143,25 +143,25 @@ class _Member:
     work: MemberWork
     visits: tuple[SegmentVisit, ...]
     updated: list[int]
-    """by segment: steps that it has seen"""
+    """by segment: the number of steps that have updated it"""
     step: int = 0
     num_started: int = 0
-    """parts of this step that were taken up"""
+    """number of parts of this step that were taken up"""
     num_down: int = 0
-    """visits of this step whose gradients have arrived"""
+    """number of visits of this step whose gradients have arrived"""
     compute_seconds: float = 0.0
-    """that remain"""
+    """remaining compute seconds"""
     waits_seconds: float = 0.0
-    """a step, for its own update, when it is alone"""
+    """seconds per step for which it waits for its own update when it is alone"""
     device: int | None = None
     """where its resident segments are"""
     last: _Task | None = None
-    """segment by segment: the visit taken up last, and on which device"""
+    """the visit that was taken up last, if devices take up segment by segment"""
     next_visit: int = 0
     finished_seconds: float = 0.0
 
     def is_elsewhere(self, device: _Device) -> bool:
-        """Parts have each device's copy: nothing has to move."""
+        """Whether its resident segments must move to `device`. A member in parts has a copy on each device."""
         return self.work.num_parts == 1 and self.device not in (None, device.index)
 
     @property
@@ -181,9 +181,9 @@ class _Device:
     port: int
     free_slots: int
     waiting: deque[_Task] = field(default_factory=deque)
-    """for their upload, in order"""
+    """tasks that wait for their upload, in order"""
     uploaded: deque[_Task] = field(default_factory=deque)
-    """or being uploaded; in the order of compute"""
+    """tasks that are uploaded or being uploaded, in the order of compute"""
     is_computing: bool = False
     last: int | None = None
 
@@ -220,7 +220,7 @@ class _Simulation:
         return Outcome(max(finished), finished, busy, self._num_switches, tuple(self._spans))
 
     def _go_on(self) -> None:
-        """Something changed: every device does what it now can."""
+        """Lets every device do what it can after a change."""
         for device in self._devices:
             if not device.waiting and device.free_slots:
                 self._take_up(device)
@@ -285,7 +285,7 @@ class _Simulation:
         return member.last
 
     def _moves(self, member: _Member, device: _Device) -> int | None:
-        """The device that `member` leaves for this one."""
+        """Assigns `member` to `device`. Returns the device from which its resident segments must move, or None."""
         moves, left, member.device = member.is_elsewhere(device), member.device, device.index
         if not moves or not member.work.resident_bytes:
             return None
@@ -357,7 +357,7 @@ class _Simulation:
         self._go_on()
 
     def _end_step(self, member: _Member) -> None:
-        """All gradients are here: the norm is known, and segment after segment is updated."""
+        """All gradients have arrived, so the norm is known: updates segment after segment."""
         member.step += 1
         member.num_started = member.num_down = member.next_visit = 0
         member.last = None

@@ -1,10 +1,11 @@
-"""Sequential model parallelism, really run: one model cut over two processes, of which one works at a time.
+"""Sequential model parallelism, really run: one model is cut over two processes, only one of which works at a time.
 
     rank 0: embedding, first half of the blocks  --activation-->  rank 1: second half, head, loss; update
     backward of the first half; update           <---gradient---
 
-Plain torch: autograd, torch.optim.SGD (as Hydra's own runs have it), `send` and `recv` of gloo. `measured` gives what a
-model of it has to predict, and what it may know: a step of the same layers in one process, and one hop of a boundary.
+Plain torch: autograd, torch.optim.SGD (as in Hydra's own runs), `send` and `recv` of gloo. `measured` returns the time
+that the benchmark's arithmetic must predict, and the two times from which it predicts: a step of the same layers in one
+process, and one hop of a boundary.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CONFIG = TransformerConfig(
     hidden_size=256, num_layers=8, num_heads=4, num_key_value_heads=4, intermediate_size=688, vocab_size=4096
 )
 SEQUENCES, LENGTH = 2, 256
-"""of a step"""
+"""per step"""
 BOUNDARY_SHAPE = (SEQUENCES, LENGTH, CONFIG.hidden_size)
 BOUNDARY_BYTES = 4 * SEQUENCES * LENGTH * CONFIG.hidden_size
 NUM_RANKS = 2
@@ -45,20 +46,20 @@ STEPS_A_ROUND, HOPS_A_ROUND = 2, 20
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds by round, and every step's loss."""
+    """Seconds by round, and whether all losses agree."""
 
     whole: list[float]
-    """a step of all layers in one process, the other one idle"""
+    """seconds of a step of all layers in one process, while the other one is idle"""
     cut: list[float]
-    """a step of the same layers over two processes"""
+    """seconds of a step of the same layers over two processes"""
     hop: list[float]
-    """a boundary from one process to the other"""
+    """seconds to send a boundary from one process to the other"""
     are_same_losses: bool
-    """cut and whole, bit for bit"""
+    """whether the losses of cut and whole are equal bit for bit"""
 
 
 class Layers:
-    """Consecutive segments of the model, from the same seed everywhere, and their own optimizer."""
+    """Consecutive segments of the model with an optimizer of their own. All processes use the same seed."""
 
     def __init__(self, part: slice) -> None:
         self._chain = Transformer(CONFIG)
@@ -84,7 +85,7 @@ class Layers:
 
 
 HALF = CONFIG.num_layers // 2 + 1
-"""segments of rank 0: the embedding, and half of the blocks"""
+"""number of segments of rank 0: the embedding and half of the blocks"""
 
 
 def joined(rank: int, rendezvous: Path) -> None:
@@ -94,7 +95,7 @@ def joined(rank: int, rendezvous: Path) -> None:
 
 
 def second_rank(rendezvous: Path, asked: Connection) -> None:
-    """Answers each ("steps" or "hops", number) with the losses it saw, until asked for nothing."""
+    """Answers each request ("steps" or "hops", number) with the losses of its steps, until it gets None."""
     joined(1, rendezvous)
     layers, received = Layers(slice(HALF, None)), torch.empty(BOUNDARY_SHAPE)
     while (request := asked.recv()) is not None:
@@ -108,7 +109,7 @@ def second_rank(rendezvous: Path, asked: Connection) -> None:
             boundary = received.requires_grad_()
             loss = layers.forward(boundary)
             loss.backward()  # type: ignore[no-untyped-call]
-            layers.update()  # before the gradient leaves: one works at a time
+            layers.update()  # before the gradient is sent: only one process works at a time
             assert boundary.grad is not None
             distributed.send(boundary.grad, 0)
             losses.append(loss.item())
@@ -119,7 +120,7 @@ def second_rank(rendezvous: Path, asked: Connection) -> None:
 
 @contextmanager
 def second_process() -> Iterator[Connection]:
-    """This process is rank 0 from here on; what is yielded asks rank 1."""
+    """Makes this process rank 0 and yields a connection through which rank 1 gets its requests."""
     with TemporaryDirectory() as directory:
         ours, theirs = get_context("spawn").Pipe()
         rendezvous = Path(directory) / "rendezvous"
@@ -136,7 +137,7 @@ def second_process() -> Iterator[Connection]:
 
 
 def measured(seconds: float) -> Measured:
-    """For about so long, in turns."""
+    """Measures all three in turns, for about `seconds`."""
     with second_process() as asked:
         whole, first = Layers(slice(None)), Layers(slice(HALF))
         boundary, gradient = torch.zeros(BOUNDARY_SHAPE), torch.empty(BOUNDARY_SHAPE)
@@ -179,5 +180,5 @@ def measured(seconds: float) -> Measured:
 
 
 def are_same(whole: Sequence[float], cut: Sequence[float]) -> bool:
-    """And are losses of a model that learns: what is cut must not be what stands still."""
+    """Whether the losses are equal and those of a model that learns: if none learned, equality would prove nothing."""
     return list(whole) == list(cut) and len(set(whole)) == len(whole) and whole[-1] < whole[0]

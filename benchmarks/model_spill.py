@@ -1,44 +1,48 @@
-"""Several models on one node: *simulated* in virtual time, with the rates of the catalog and root ports shared; and
-what of it two cores can really run, *measured*.
+"""Several models on one node: *simulated* in virtual time, with the catalog's rates and shared root ports; and
+*measured*, as far as two cores can really run it.
 
 Simulated:
 
-sets     equal and mixed members with their updates on the host, on one device and on several, under every policy of
-         member_schedule.py. Makespan over the bound that no schedule can beat (bound_seconds). Ours is what `fastest`
-         takes, by this simulation, of the policies that hold one member's activations at a time:
-         `simulated_vs_bound_max`, and over the best of one after another and shard-level LRTF `simulated_vs_best_max`.
-parts    2 members on 8 devices: each step's micro-batches on 4 devices, over LRTF with whole members. `parts_vs_lrtf`
-         is of the cell where compute binds (32,768 tokens); a host's update and shared ports gain nothing by it.
-base     LoRA members on one frozen base that visit each segment together, over one at a time: min(members, H / C) where
-         transfer H binds (`shared_base_error_max`).
-grid     Hydra's grid (arXiv 2110.08633): 6 learning rates x 2 batch sizes of GPT-2-XL, context 512, on the eight A100
-         of 40 GB of the catalog, as the planner places it. Over the zero-transfer ceiling (compute over devices, or
-         the longest member), sequential model parallelism (a model cut over all devices, one works at a time), a
-         pipeline with a flush (micro-batches of 1), and shard-level LRTF with the pilot runs' shards. SGD without
-         momentum as in Hydra's scripts, updated on the device; the same grid with AdamW, whose host update has a bound
-         of its own, beside it without a gate.
+sets     equal and mixed members that the host updates, on one device and on several, under every policy of
+         member_schedule.py. `simulated_vs_bound_max` is the makespan over the bound that no schedule can beat
+         (bound_seconds), for the policy that `fastest` chooses by this simulation among those that hold one member's
+         activations at a time. `simulated_vs_best_max` is its makespan over the better of two rivals: one member after
+         another, and shard-level LRTF.
+parts    2 members on 8 devices, each step's micro-batches divided among 4 devices, over LRTF with whole members.
+         `parts_vs_lrtf` is that of the cell that compute limits (32,768 tokens); where the host's update or shared
+         ports are the limit, parts gain nothing.
+base     LoRA members on one frozen base that visit each segment together, compared with one at a time. The expected
+         gain is min(members, H / C) where transfer H is the limit (`shared_base_error_max` is the error).
+grid     Hydra's grid (arXiv 2110.08633): 6 learning rates x 2 batch sizes of GPT-2-XL, context 512, on the catalog's
+         node of eight A100 of 40 GB, as the planner places it. Compared with the zero-transfer ceiling (compute over
+         devices, or the longest member), sequential model parallelism (a model cut over all devices, one works at a
+         time), a pipeline with a flush (micro-batches of 1), and shard-level LRTF with the pilot runs' shards. SGD
+         without momentum as in Hydra's scripts, updated on the device. The same grid with AdamW, whose host update has
+         its own bound, is printed without a limit.
 
-They are counted in seconds of the simulator; what a real device adds (launches, contention of host memory between
-copies and update) is not in them.
+Simulated seconds leave out what a real device adds (launches, contention of host memory between copies and update).
 
 Measured:
 
 two processes   sequential model parallelism, the grid's rival, really run (model_parallel.py): a chain cut over two
-                processes, beside the same chain in one. A step over what the grid's arithmetic says of it with the
-                rates of the same round: `model_parallel_vs_simulated`; `model_parallel_identical`: all losses `==`.
+                processes, and the same chain in one. `model_parallel_vs_simulated` is a step over what the grid's
+                arithmetic predicts for it from the rates of the same round; `model_parallel_identical`: all losses
+                are `==`.
 
-sweep           12 small models on real text (6 learning rates, with and without dropout) under a device budget for
-                one (measured_sweep.py), as one sweep over one after the other: `sweep_total_vs_sequential`; the time
-                until all have reported after 20 % of their steps, over all of one after the other
-                (`sweep_signal_vs_sequential`; over the time until all have reported there: `..._of_signal`); the whole
-                sweep with halving at 12.5, 25 and 50 % (`sweep_halving_vs_sequential`). `members_identical`: losses,
-                evaluations and final tensors of every member `==` its solo run's. `halving_misses`: of 5 seeds, those
-                with which halving ends with another best member than the full sweep.
+sweep           12 small models on real text (6 learning rates, with and without dropout) with a device budget for
+                one (measured_sweep.py): one sweep, over training one after the other (`sweep_total_vs_sequential`);
+                the time until all have reported after 20 % of their steps, over the whole time of one after the other
+                (`sweep_signal_vs_sequential`), or over the time until all have reported there (`..._of_signal`); the
+                whole sweep with halving at 12.5, 25 and 50 % (`sweep_halving_vs_sequential`). `members_identical`:
+                losses, evaluations and final tensors of every member are `==` those of its solo run.
+                `halving_misses`: the number of seeds, of 5, with which halving finds another best member than the
+                full sweep.
 
-On one core compute and update are the same core, so turns cannot gain; parking must not cost either.
+Compute and update share one core here, so turns cannot be faster than one after the other; but parking must not make
+them slower, either.
 
---quick simulates one cell of the sets in place of five, and of the grid one policy with SGD; its sweep has 2 members of
-10 steps, which shows that they are identical and is too short for ratios.
+--quick simulates one cell of the sets instead of five, and the grid with SGD under one policy only; its sweep has 2
+members of 10 steps, which shows that they are identical but is too short for ratios.
 """
 
 from __future__ import annotations
@@ -90,8 +94,8 @@ AT_LEAST = {
 NOT_QUICK = ("sweep_total_vs_sequential", "sweep_signal_vs_sequential", "sweep_halving_vs_sequential")
 NUM_SEGMENTS, NUM_STEPS, NUM_MICRO_BATCHES = 32, 24, 16
 NUM_SLOTS = 8
-"""of a segment each: 3 % of an A100's memory for a member of 3e9 parameters; two leave a shared root port idle in
-backward and short in forward"""
+"""slots of one segment each: 3 % of an A100's memory for a member of 3e9 parameters. With two slots, a shared root port
+is idle in backward and too slow in forward"""
 SETS: Mapping[str, tuple[float, ...]] = {
     "4 equal": (3e9,) * 4,
     "2, 4 : 1": (4e9, 1e9),
@@ -105,26 +109,26 @@ CELLS = (("h200", 8192), ("h200", 16384), ("h200", 32768), ("a100", 8192), ("rtx
 QUICK_CELLS = CELLS[2:3]
 DEVICES = (1, 2, 4)
 UPDATE_BYTES = 28
-"""of host memory a parameter: AdamW, gradients of 2 bytes"""
+"""bytes of host memory traffic per parameter: AdamW with gradients of 2 bytes"""
 LEARNING_RATES = ("3e-4", "1e-4", "5e-5", "6e-5", "1e-5", "2e-5")
 BATCH_SIZES = (16, 8)
 CONTEXT, HIDDEN = 512, 1600
 GRIDS = (("Sgd", "grid"), ("AdamW", "grid_adamw"))
-"""optimizer, and how its figures are called"""
+"""optimizer, and prefix of its figures"""
 QUICK_GRIDS = GRIDS[:1]
 SECONDS, QUICK_SECONDS = 60.0, 5.0
-"""of model parallelism"""
+"""for which model parallelism is measured"""
 ROUNDS, SEEDS = 3, range(5)
-"""of the sweep"""
+"""rounds and seeds of the sweep"""
 GRID_TOKENS = 16 * CONTEXT * 120
-"""that each member of the grid trains"""
+"""tokens that each member of the grid trains on"""
 
 
 # --- sets -------------------------------------------------------------------------------------------------------------
 
 
 def streamed_member(name: str, num_parameters: float, tokens: int, node: NodeSpec) -> MemberWork:
-    """All parameters streamed as bfloat16, blocks recomputed, updated by the host."""
+    """Returns a member whose parameters are streamed in bfloat16, with recomputed blocks and updates on the host."""
     of_one = num_parameters / NUM_SEGMENTS
     pass_seconds = 2 * of_one * tokens / node.bfloat16_flops_per_second
     moved, update = int(2 * of_one), UPDATE_BYTES * of_one / node.cpu_bytes_per_second
@@ -158,7 +162,7 @@ def measure_sets(cells: Cells) -> dict[str, float]:
 
 
 def measure_parts(cells: Cells) -> dict[str, float]:
-    """Fewer members than devices: micro-batches as tasks, beside whole members segment by segment."""
+    """Compares members in parts with whole members segment by segment (LRTF), for fewer members than devices."""
     ratios = dict[tuple[int, str], float]()
     print("\nfewer members than devices: seconds of members in parts over shard-level LRTF's of whole ones")
     for name, tokens in cells:
@@ -176,7 +180,7 @@ def measure_parts(cells: Cells) -> dict[str, float]:
 
 
 def adapter(name: str, num_parameters: float, tokens: int, node: NodeSpec) -> MemberWork:
-    """LoRA on a streamed frozen base: no gradient of the base, an update too small to count."""
+    """Returns a LoRA member on a streamed frozen base: no gradients of the base, and an update too small to count."""
     of_one = num_parameters / NUM_SEGMENTS
     pass_seconds = 2 * of_one * tokens / node.bfloat16_flops_per_second
     return MemberWork(
@@ -233,7 +237,7 @@ def grid_job(batch_size: int, learning_rate: str, optimizer: str) -> TrainingJob
 
 
 def planned_member(name: str, job: TrainingJob, node: NodeSpec) -> tuple[MemberWork, MemoryPlan]:
-    """A member as the planner places it on one device of `node`."""
+    """Returns a member as the planner places it on one device of `node`, and its plan."""
     plan, shape = make_plan(job, node, explained=False), shape_of(job.spec, "Cuda")
     assert isinstance(plan, MemoryPlan), plan
     tokens, spec = job.spec.training.global_batch_size * CONTEXT, job.spec.training
@@ -248,7 +252,7 @@ def planned_member(name: str, job: TrainingJob, node: NodeSpec) -> tuple[MemberW
         update = by_host * UPDATE_BYTES * one.num_trained / node.cpu_bytes_per_second
         moved = 0 if home is Tier.DEVICE else one.parameter_bytes
         down = int(2 * one.num_trained * by_host)
-        # What the host has updated goes up, whether its segment is resident or not.
+        # Parameters that the host updated are uploaded even if their segment is resident.
         segments.append(
             SegmentWork(forward, backward + again, moved or int(by_host * one.parameter_bytes / 2), down, update)
         )
@@ -271,7 +275,7 @@ def grid(optimizer: str, node: NodeSpec) -> list[MemberWork]:
 
 
 def model_parallel_seconds(works: Sequence[MemberWork], node: NodeSpec) -> float:
-    """One model after the other."""
+    """Seconds of all members, one after the other, each cut over all devices."""
     rate = node.interconnect_bytes_per_second
     return sum(
         work.num_steps * model_parallel_step(work.compute_seconds, node.num_devices, boundary_bytes(work) / rate)
@@ -280,13 +284,14 @@ def model_parallel_seconds(works: Sequence[MemberWork], node: NodeSpec) -> float
 
 
 def model_parallel_step(compute_seconds: float, num_devices: int, hop_seconds: float) -> float:
-    """Seconds of a step of a model that is cut over all devices, of which one works at a time: a boundary goes from
-    each to the next, and its gradient back."""
+    """Seconds of a step of a model that is cut over all devices, one of which works at a time: each sends a boundary to
+    the next one and gets its gradient back."""
     return compute_seconds + 2 * (num_devices - 1) * hop_seconds
 
 
 def pipeline_seconds(works: Sequence[MemberWork], node: NodeSpec) -> float:
-    """One model after the other through a pipeline with a flush a step (GPipe): stages cut for the least longest."""
+    """Seconds of all members, one after the other, in a pipeline with one flush per step (GPipe). The stages are cut so
+    that the longest one is as short as possible."""
     total = 0.0
     for work in works:
         seconds = [one.forward_seconds + one.backward_seconds for one in work.segments]
@@ -296,7 +301,8 @@ def pipeline_seconds(works: Sequence[MemberWork], node: NodeSpec) -> float:
 
 
 def longest_stage(seconds: Sequence[float], num_stages: int) -> float:
-    """Of the cut into consecutive stages whose longest is the least: by bisection."""
+    """Returns the seconds of the longest of `num_stages` consecutive stages, cut so that it is as short as possible.
+    Uses bisection."""
     low, high = max(seconds), sum(seconds)
     for _ in range(60):
         middle = (low + high) / 2
@@ -314,7 +320,7 @@ def batch_of(work: MemberWork) -> int:
 
 
 def boundary_bytes(work: MemberWork) -> int:
-    """What a layer hands on, of a whole batch, as bfloat16."""
+    """Bytes that a layer passes to the next one for a whole batch in bfloat16."""
     return 2 * HIDDEN * CONTEXT * batch_of(work)
 
 
@@ -350,8 +356,8 @@ def measure_grid(optimizer: str, quick: bool) -> dict[str, float]:
 
 
 def lrtf_seconds(works: Sequence[MemberWork], machine: Machine, node: NodeSpec) -> float:
-    """Hydra's own: shards as large as fit beside the double buffer, uploaded and brought back at each visit (8 bytes a
-    parameter up and down a step in float32)."""
+    """Seconds of Hydra's own way: shards as large as fit beside the double buffer, uploaded and brought back at each
+    visit (in float32 8 bytes per parameter and step, up and down)."""
     shape = shape_of(grid_job(8, "1e-4", "Sgd").spec, "Cuda")
     shards = pilot_shards(training_bytes(shape), node.device_bytes // 3)
     moved = [2 * one.parameter_bytes for one in shape.segments]  # float32
@@ -366,7 +372,7 @@ def lrtf_seconds(works: Sequence[MemberWork], machine: Machine, node: NodeSpec) 
 
 
 def training_bytes(shape: ModelShape) -> list[int]:
-    """Of each segment while it runs: float32 parameters and gradients, and what 16 sequences save."""
+    """Bytes of each segment while it runs: float32 parameters and gradients, and the saved tensors of 16 sequences."""
     return [8 * one.num_parameters + 16 * CONTEXT * one.saved_bytes_per_token for one in shape.segments]
 
 

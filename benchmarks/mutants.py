@@ -1,15 +1,15 @@
-"""Does the suite find what it is for? Mutants of the product, and which tier of the tests kills each.
+"""Mutation testing: mutates the product and finds which tier of the tests kills each mutant.
 
     uv run --group mutants python benchmarks/mutants.py            # resumes; results in build/mutants/
-    uv run --group mutants python benchmarks/mutants.py --report   # the table of what is there
+    uv run --group mutants python benchmarks/mutants.py --report   # the table of the present results
 
-NUMBER mutants, by cosmic-ray's operators, are drawn with SEED from the sources of AREAS: a place first, then one of its
-mutations. Annotations, and `frozen` and `slots` of dataclasses, do not count. Each is written into a clone of this
-checkout, one a worker; only tests that execute the mutated line are run (coverage.py's contexts, from one run of the
-suite at depth ci, in FOLDERS), shortest first, until one fails: those of `make test`, then of CI, then the same at
-depth all, with MOST_SECONDS for all of it. A mutant whose line no test executes in its own process is counted apart:
-it runs in the trainers, operators and images that tests start. A run that takes three times as long as it should is a
-kill, too, but at depth all, where that is a guess.
+NUMBER mutants, by cosmic-ray's operators, are drawn with SEED from the sources of AREAS: first a place, then one of its
+mutations. Mutations of annotations, and of `frozen` and `slots` of dataclasses, do not count. Each mutant is written
+into a clone of this checkout (one clone per worker). Only the tests that execute the mutated line run, according to
+coverage.py's contexts of one run of the tests in FOLDERS at depth ci. They run shortest first until one fails: those of
+`make test`, then those of CI, then the same at depth all, within MOST_SECONDS together. If no test executes the line in
+its own process, the mutant is counted apart: the line runs in trainers, operators and images that tests start. A run
+that takes three times as long as expected is a kill, too, except at depth all, where the expected time is a guess.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ AREAS = {
     "techniques": (40, [ROOT / "trainer_image/spillway_trainer" / name for name in TECHNIQUES]),
     "optimizer": (25, [ROOT / f"trainer_image/spillway_trainer/{name}.py" for name in OPTIMIZER]),
 }
-"""area -> how many of the mutants, and where"""
+"""area -> number of its mutants, and its files or folders"""
 OPERATORS = re.compile(
     r"core/(ReplaceBinaryOperator_(Add|Sub|Mul|Div|FloorDiv|Mod)_(Add|Sub|Mul|Div|FloorDiv)"
     r"|ReplaceBinaryOperator_(BitOr_BitAnd|BitAnd_BitOr)"
@@ -57,9 +57,9 @@ OPERATORS = re.compile(
     r"|ReplaceTrueWithFalse|ReplaceFalseWithTrue|ReplaceAndWithOr|ReplaceOrWithAnd|ReplaceBreakWithContinue"
     r"|ReplaceContinueWithBreak|ExceptionReplacer|NumberReplacer|RemoveDecorator|ZeroIterationForLoop)"
 )
-"""without those that nearly always raise a TypeError, such as a shift of a float: they would flatter the suite"""
+"""leaves out operators that nearly always raise a TypeError, such as a shift of a float: any test kills such mutants"""
 FOLDERS = ("tests/parity", "tests/contract", "tests/unit")
-"""tests/local, faults and cluster mostly start processes: what they would kill besides is not counted"""
+"""tests/local, faults and cluster mostly start processes: the mutants that only they would kill are not counted"""
 TIERS = ("quick", "ci", "all")
 NAMES = {"quick": "make test", "ci": "CI", "all": "everything"}
 
@@ -97,7 +97,7 @@ def drawn() -> list[Mutant]:
 
 
 def sites_of(path: Path) -> dict[tuple[int, int], list[tuple[str, int, int]]]:
-    """Where a file can be mutated -> (operator, occurrence, line)."""
+    """Returns for each place of a file that can be mutated its mutations: (operator, occurrence, line)."""
     nodes = list(ast_nodes(get_ast(path.read_text(encoding="utf-8"))))
     sites: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
     for name in filter(OPERATORS.fullmatch, operator_names()):
@@ -108,7 +108,7 @@ def sites_of(path: Path) -> dict[tuple[int, int], list[tuple[str, int, int]]]:
 
 
 def mutant_at(area: str, path: str, mutation: tuple[str, int, int]) -> Mutant | None:
-    """None for one that no program can tell from the original."""
+    """Returns the mutant, or None if there is none or it computes the same as the original."""
     operator, occurrence, line = mutation
     source = (ROOT / path).read_text(encoding="utf-8")
     mutated = mutate(source, operator, occurrence)
@@ -125,7 +125,8 @@ def mutate(source: str, operator: str, occurrence: int) -> str | None:
 
 
 def meaning(source: str) -> str | None:
-    """Of a module, without annotations, `frozen` and `slots`, which compute nothing; None for what is no Python."""
+    """Returns the AST of a module without annotations, `frozen` and `slots`, which compute nothing; None if `source` is
+    no Python."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -144,7 +145,8 @@ def meaning(source: str) -> str | None:
 
 
 class Recorder:
-    """A pytest plugin: which test executes which line of the areas, and its seconds. One file a worker."""
+    """A pytest plugin that records which test executes which line of the areas, and the seconds of each test. Every
+    worker writes files of its own."""
 
     def __init__(self, folder: Path) -> None:
         include = [f"{place}/*" if place.is_dir() else str(place) for _, places in AREAS.values() for place in places]
@@ -167,14 +169,14 @@ class Recorder:
 
 
 def pytest_configure(config: Any) -> None:
-    """With `-p mutants` and SPILLWAY_LINES: record."""
+    """Registers the recorder if pytest runs with `-p mutants` and SPILLWAY_LINES is set."""
     folder = os.environ.get("SPILLWAY_LINES")
     if folder and not (config.option.numprocesses and not hasattr(config, "workerinput")):
         config.pluginmanager.register(Recorder(Path(folder)))
 
 
 def pytest(tree: Path, depth: str, *arguments: str, limit: float | None = None, **environment: str) -> int:
-    """Exit code; -1 where it took longer than `limit`."""
+    """Runs pytest in `tree`. Returns its exit code, or -1 if it took longer than `limit` seconds."""
     command = [str(tree / ".venv/bin/python"), "-P", "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     environ = {**os.environ, "SPILLWAY_DEPTH": depth, "PATH": f"{tree}/.venv/bin:{os.environ['PATH']}", **environment}
     supervised = [sys.executable, str(tree / "hack" / "supervised.py")]
@@ -191,7 +193,7 @@ def pytest(tree: Path, depth: str, *arguments: str, limit: float | None = None, 
 
 
 def record(tree: Path) -> None:
-    """The lines of every test at depth ci."""
+    """Runs the tests at depth ci and records which lines each of them executes."""
     folder = WORK / "lines"
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
@@ -204,7 +206,7 @@ def record(tree: Path) -> None:
 
 
 class Lines:
-    """Read from what `record` left."""
+    """The lines and seconds of every test, as `record` wrote them."""
 
     def __init__(self, tree: Path) -> None:
         self.tree, self.data, self.seconds = tree, [], dict[str, float]()
@@ -222,7 +224,8 @@ class Lines:
         self.quick = set(listed.splitlines())
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Shortest first. Of a line that runs at import alone: those that run any line of its file."""
+        """Returns the tests that execute the mutated line, shortest first; if the line runs only at import, those that
+        execute any line of its file."""
         path = str(self.tree / mutant.path)
         by_line: set[str] = set()
         by_file: set[str] = set()
@@ -239,7 +242,7 @@ class Lines:
 
 
 def tried(mutant: Mutant, tree: Path, lines: Lines) -> dict[str, Any]:
-    """What killed it, in which tier; "apart" where no test of the process itself comes to the line."""
+    """Returns which test killed the mutant, and in which tier: "apart" if no test executes the line in its process."""
     found: dict[str, Any] = {**asdict(mutant), "killed_by": None, "test": None}
     tests = lines.tests(mutant)
     found["tests"] = len(tests)
@@ -265,7 +268,7 @@ def tried(mutant: Mutant, tree: Path, lines: Lines) -> dict[str, Any]:
             listed = WORK / f"tests-{tree.name}.txt"
             listed.write_text("\n".join(within))
             code = pytest(tree, tier, "-x", f"@{listed}", limit=3 * expected + 60)
-            if code == -1 and tier == "all":  # how long it should take is guessed there
+            if code == -1 and tier == "all":  # at depth all the expected time is a guess
                 found["out_of_time"] = True
             elif code not in (0, 5):
                 said = (WORK / f"pytest-{tree.name}.log").read_text(errors="replace")

@@ -1,14 +1,15 @@
-"""A real training step whose optimizer states are on NVMe, beside the larger of its compute and its disk time.
+"""A real training step whose optimizer states are on NVMe, over the larger of its compute time and its disk time.
 
 One compute thread, one update thread, a model of 100 million parameters (--quick: 13 million), bfloat16, all states on
-NVMe: every step reads 12 bytes a parameter and writes them back. Three runs of it make a step each, in turn:
+NVMe: every step reads 12 bytes per parameter and writes them back. Three runs of this model take one step each, in
+turn:
 
-  compute  the same run whose update is left out: forward, backward, sums of gradients, norm
-  disk     the update alone, by a kernel that computes nothing: the same bytes, chunks, checksums and threads
-  step     the whole, with overlap: Forward, so that the disk works beside the next forward
+  compute  without the update: forward, backward, sums of gradients, norm
+  disk     the update alone, with a kernel that computes nothing: the same bytes, chunks, checksums and threads
+  step     the complete step with overlap: Forward, so that the disk works during the next forward
 
-nvme_step_ratio = step / max(compute, disk), the median over rounds; the goal is 1.15 on a quiet machine. What the
-update computes counts against us: it is in neither of the two. disk_over_compute says which of them bound the step.
+nvme_step_ratio = step / max(compute, disk), the median over rounds; the goal is 1.15 on a quiet machine. The update's
+computation is only in `step`, so it makes our ratio worse. disk_over_compute shows which of the two limited the step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LIMITS = {"nvme_step_ratio": 1.15}
 
 
 class UpdateTimed:
-    """An optimizer that says how long its update took, from first to last byte."""
+    """An optimizer that measures how long its update took, from the first to the last byte."""
 
     def __init__(self, optimizer: StepOptimizer) -> None:
         self._optimizer = optimizer
@@ -51,7 +52,7 @@ class UpdateTimed:
 
 
 def computes_nothing(*_: object, **__: object) -> None:
-    """Stands for a rule of update."""
+    """Takes the place of the update kernel."""
 
 
 def compute(runs: MeasuredRuns) -> Callable[[], float]:
@@ -74,9 +75,9 @@ def step(runs: MeasuredRuns) -> Callable[[], float]:
     run = runs.make("Forward")
 
     def one_after_another() -> float:
-        run.step()  # begins with nothing in flight, as no step of a run does
+        run.step()  # not measured: unlike a usual step, it begins with nothing in flight
         seconds = paired.timed(run.step)()
-        run.optimizer.flush()  # nothing of it runs in the turn of another one
+        run.optimizer.flush()  # so that none of its work runs during another contestant's turn
         return seconds
 
     return one_after_another

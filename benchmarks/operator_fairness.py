@@ -1,20 +1,20 @@
-"""One namespace submits expensive jobs: how long small jobs of another one wait for the operator.
+"""How long small jobs wait for the operator while another namespace submits expensive jobs.
 
 Real: API server, etcd, scheduler and controller manager on this machine's loopback (the test bed, docs/test-bed.md:
-Linux, root); the operator as a process of this machine with the rights of its chart; its planner. Fake: nodes and pods
+Linux, root); the operator, as a process on this machine with the rights of its chart; its planner. Fake: nodes and pods
 (KWOK). Everything shares this machine's cores.
 
-While namespace `greedy` has GREEDY_JOBS jobs (`--quick`: a fifth) whose plans take seconds each and which no node can
-hold, namespace `modest` gets a small job every second. By the API server's audit log:
+Namespace `greedy` has GREEDY_JOBS jobs (`--quick`: a fifth), each of which takes seconds to plan and fits no node.
+Meanwhile namespace `modest` gets a small job every second. Measured by the API server's audit log:
 
   start     from a small job's creation to that of its Job
   suspend   from `spec.suspend: true` of a small job to the suspension or deletion of its Job
   deadline  from the end of a small job's `lifecycle.pendingDeadlineSeconds`, in a namespace whose quota admits no pod,
             to the deletion of its Job
 
-`b_p99_seconds` is over all three. `callback_max_cpu_seconds` is the longest callback of the operator's event loop after
-its start, in CPU time of its thread (measured by a sitecustomize.py). `planner_bytes` is the peak resident size of all
-planner processes together; `plans_by_deadline` counts plans that were given up.
+`b_p99_seconds` is the 99th percentile of all three together. `callback_max_cpu_seconds` is the longest callback of the
+operator's event loop after its start, in CPU time of its thread (measured by a sitecustomize.py). `planner_bytes` is
+the sum of the peak resident sizes of all planner processes; `plans_by_deadline` counts plans that were given up.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import urllib.request
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import operator_scale as scale
@@ -41,13 +42,14 @@ GREEDY, MODEST, BLOCKED = "fair-greedy", "fair-modest", "fair-blocked"
 GREEDY_JOBS, MODEST_JOBS = 50, 60
 NUM_NODES = 8
 PENDING_SECONDS = 15
-"""longer than the ten seconds after which the operator looks at pods"""
+"""longer than ten seconds, after which the operator looks at a job's pods"""
 PATH = "/apis/spillway.dev/v1alpha1/namespaces/{}/trainingjobs"
 AT_MOST = {"b_p99_seconds": 2.0, "callback_max_cpu_seconds": 0.1, "planner_bytes": 400e6, "plans_by_deadline": 0.0}
 
 
 def expensive(number: int) -> Document:
-    """8 billion parameters on CPUs, states on NVMe, and drives that may hardly be written: every plan is looked at."""
+    """Returns a job for which the planner must consider every plan: 8 billion parameters on CPUs, states on NVMe, and
+    drives that allow almost no writes."""
     model = {
         "architecture": "llama", "hiddenSize": 4096, "numLayers": 32, "numHeads": 32, "numKeyValueHeads": 8,
         "intermediateSize": 14336, "vocabSize": 128256,
@@ -71,7 +73,7 @@ def small(namespace: str, number: int, **changes: Any) -> Document:
 
 
 async def submit(server: Server, num_modest: int) -> dict[str, float]:
-    """Small jobs, one a second; every second one is suspended ten seconds later. Returns when each was suspended."""
+    """Submits a small job every second and suspends every other one ten seconds later. Returns when it did so."""
     suspended: dict[str, float] = {}
 
     async def one(number: int) -> None:
@@ -91,7 +93,7 @@ async def submit(server: Server, num_modest: int) -> dict[str, float]:
 def waits(
     requests: list[Request], suspended: dict[str, float], since_pending: dict[str, float]
 ) -> dict[str, list[float]]:
-    """Seconds by kind; a thing that was not acted upon is missing."""
+    """Returns the seconds of each wait by kind. Waits that the operator did not end are missing."""
     found: dict[str, list[float]] = {"suspend": [], "deadline": []}
     ends = [one for one in requests if one.resource == "jobs" and one.mutating and one.verb != "create"]
     for kind, namespace, begins in (("suspend", MODEST, suspended), ("deadline", BLOCKED, since_pending)):
@@ -104,7 +106,7 @@ def waits(
 
 
 async def deadlines(server: Server) -> dict[str, float]:
-    """When the deadline of each blocked job ended, by the time from which its status counts."""
+    """Returns when the deadline of each blocked job ended, counted from the pendingTime in its status."""
     jobs = await server.items(PATH.format(BLOCKED))
     since = {job["metadata"]["name"]: job.get("status", {}).get("attempts", {}).get("pendingTime") for job in jobs}
     return {name: datetime.fromisoformat(time).timestamp() + PENDING_SECONDS for name, time in since.items() if time}
@@ -136,7 +138,7 @@ def measured(self):
 if path:
     asyncio.events.Handle._run = measured
 """
-"""sitecustomize.py of the operator: the longest callback of its event loop, by the CPU time of the thread"""
+"""sitecustomize.py of the operator: writes the longest callback of its event loop, by CPU time of the thread"""
 
 
 async def run(bed: Bed, operator: scale.Operator, num_greedy: int, num_modest: int) -> dict[str, float]:
@@ -150,8 +152,7 @@ async def run(bed: Bed, operator: scale.Operator, num_greedy: int, num_modest: i
     starts = scale.create_to_child(requests, [MODEST])
     found = {"start": starts, **waits(own, suspended, over)}
     for kind, seconds in found.items():
-        print(f"{kind}: {len(seconds)}, median {scale.p99(sorted(seconds)[: len(seconds) // 2 + 1]):.2f} s, "
-              f"p99 {scale.p99(seconds):.2f} s")  # fmt: skip
+        print(f"{kind}: {len(seconds)}, median {median(seconds):.2f} s, p99 {scale.p99(seconds):.2f} s")
     print(f"expected: {num_modest} starts, {len(suspended)} suspends, {num_modest} deadlines")
     seen = metrics(operator.current.health_port)
     plans = {name: count for name, count in seen.items() if name.startswith("spillway_operator_plans_total")}

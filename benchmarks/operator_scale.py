@@ -1,31 +1,32 @@
-"""The operator with 1,000 TrainingJobs (`--quick`: 100; OPERATOR_SCALE_JOBS: as many): what it writes, holds and loses.
+"""The operator with 1,000 TrainingJobs (`--quick`: 100; OPERATOR_SCALE_JOBS: any number): its writes, memory, failures.
 
 Real: API server, etcd, scheduler, controller manager and Kubernetes' own objects, all on this machine's loopback (the
-test bed, docs/test-bed.md: Linux, root); the operator, as a process of this machine with the rights of its chart; its
+test bed, docs/test-bed.md: Linux, root); the operator, as a process on this machine with the rights of its chart; its
 planning and placement of every job; its HTTPS endpoint, the trainers' tokens and the operator's reviews of them;
 kill -9.
 
-Fake: nodes and the start of pods (KWOK), their ends (this benchmark writes them), the trainers (one coroutine for each
-job, a post every 15 s with peaks that no other job of its profile has), and Prometheus, which names the same free bytes
-for every node. No container runs and nothing is trained. The operator shares two cores with all the others.
+Fake: nodes and the start of pods (KWOK), the ends of pods (this benchmark writes them), the trainers (one coroutine per
+job, which posts every 15 s, with peaks that no other job of its profile has), and Prometheus, which reports the same
+free bytes for every node. No container runs and nothing is trained. The operator shares two cores with everything else.
 
-Requests are counted in the API server's audit log, by the operator's user name. Counted apart, and printed: the Lease,
-Events, token reviews (which store nothing), MemoryProfiles, and status writes that say nothing but progress, as a watch
-of the benchmark's own sees them. Four fifths of the jobs have two pods and a Service, the others one pod.
+Requests are counted in the API server's audit log, by the operator's user name. Not in the figures, but counted and
+printed: writes of the Lease, Events, token reviews (which store nothing), MemoryProfiles, and status writes that only
+report progress, as the benchmark's own watch sees them. Four fifths of the jobs have two pods and a Service, the others
+one pod.
 
-  calibration  ConfigMap, Service and suspended Job of a quarter as many jobs, by a client that only creates;
+  calibration  a client that only creates makes ConfigMap, Service and suspended Job of a quarter as many jobs;
                `calibration_p99_seconds` is the time until 99 % of them exist, times four
-  burst        all jobs at once: `create_to_child_p99_seconds` is from a TrainingJob's arrival at the API server to
-               that of its Job, both by the audit log
-  progress     all trainers post, for a minute, and go on until the end
+  burst        all jobs are created at once: `create_to_child_p99_seconds` is from a TrainingJob's arrival at the API
+               server to that of its Job, both by the audit log
+  progress     all trainers post for a minute, and continue until the end
   steady       half a minute: `writes_steady_state`
-  restart      kill -9, a new process: `writes_after_restart`, and memory once more
+  restart      kill -9 and a new process: `writes_after_restart`, and its memory
   kills        a quarter more jobs; kill -9 when a quarter, a half and three quarters of them are served;
                then the children of all jobs are counted: `duplicates`, `missing`
-  ends         every pod of the first jobs succeeds: `writes_per_job` is of their whole life
+  ends         every pod of the first jobs succeeds: `writes_per_job` counts the writes of their whole life
 
-`operator_rss_bytes` is the highest resident size (VmHWM) of any of the processes; `lease_losses` counts processes that
-ended by themselves; `profile_writes_in_30_seconds` is of the profile that was written most, in its busiest 30 s.
+`operator_rss_bytes` is the highest resident size (VmHWM) of any operator process; `lease_losses` counts processes that
+ended by themselves; `profile_writes_in_30_seconds` is for the profile with the most writes in any 30 s.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ PODS_OF_A_NODE = 110
 NODE_HOST_BYTES, NODE_DISK_BYTES = 900 << 30, 900 << 30
 TWO_PODS, ONE_POD, KILLED, CALIBRATION = (f"scale-{name}" for name in ("two-pods", "one-pod", "killed", "calibration"))
 LENGTHS = (64, 96, 112, 128)
-"""of sequences: jobs of one length share a profile"""
+"""lengths of sequences: jobs of one length share a profile"""
 KILLS = 3
 LONGEST_WAIT_SECONDS = 400.0
-"""for all jobs to reach a state"""
+"""limit for all jobs to reach a state"""
 SETTLE_SECONDS = 5.0
-"""for the writes under way, and for the watch to deliver them"""
+"""time for writes under way to end, and for the watch to deliver them"""
 PROGRESS_SECONDS, STEADY_SECONDS, RESTART_SECONDS = 60.0, 30.0, 20.0
 APART = ("leases", "events", "tokenreviews", "memoryprofiles")
 AT_MOST = {
@@ -108,14 +109,14 @@ AT_MOST = {
 
 
 class Written(NamedTuple):
-    """Mutating requests of the operator in some time."""
+    """The number of mutating requests of the operator in some time."""
 
     apart: Counter[str]
-    """by what they are, of APART"""
+    """requests for the resources in APART, by resource"""
     status: Counter[str]
-    """status writes by namespace, those for progress included"""
+    """status writes of TrainingJobs by namespace, including those for progress"""
     others: Counter[str]
-    """all the rest, by namespace"""
+    """all other requests, by namespace"""
 
 
 def written(requests: Iterable[Request]) -> Written:
@@ -137,7 +138,7 @@ def seconds_of(request: Request) -> float:
 
 
 def create_to_child(requests: Iterable[Request], namespaces: Sequence[str]) -> list[float]:
-    """Seconds from each TrainingJob's creation to that of its first Job."""
+    """Returns the seconds from each TrainingJob's creation to that of its first Job; infinite if it has none."""
     began: dict[tuple[str, str], float] = {}
     children: dict[tuple[str, str], float] = {}
     for request in requests:
@@ -150,19 +151,20 @@ def create_to_child(requests: Iterable[Request], namespaces: Sequence[str]) -> l
 
 
 def p99(values: Sequence[float]) -> float:
-    """The least value that at least 99 % do not exceed; NaN of none."""
+    """Returns the least value that at least 99 % of `values` do not exceed; NaN if there are none."""
     ordered = sorted(values)
     return ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else math.nan
 
 
 def most_within(times: Sequence[float], seconds: float) -> int:
-    """Most of `times` that lie within less than `seconds`."""
+    """Returns the largest number of `times` within an interval shorter than `seconds`."""
     ordered = sorted(times)
     return max((bisect.bisect_left(ordered, begin + seconds) - at for at, begin in enumerate(ordered)), default=0)
 
 
 def busiest_profile(requests: Iterable[Request]) -> int:
-    """Writes of one profile within PROFILE_SECONDS; a hundredth is left to the way to the API server."""
+    """Returns the most writes of one profile within 99 % of PROFILE_SECONDS: requests take a varying time to the API
+    server, so two of them may arrive a little closer than they were sent."""
     times: dict[tuple[str, str], list[float]] = {}
     for request in requests:
         if request.mutating and request.resource == "memoryprofiles":
@@ -171,7 +173,7 @@ def busiest_profile(requests: Iterable[Request]) -> int:
 
 
 def longest_gap(requests: Iterable[Request]) -> float:
-    """Seconds between two renewals of the Lease."""
+    """Returns the longest time in seconds between two renewals of the Lease."""
     times = sorted(seconds_of(one) for one in requests if one.resource == "leases" and one.mutating and one.code < 300)
     return max((after - before for before, after in itertools.pairwise(times)), default=math.nan)
 
@@ -182,7 +184,7 @@ class Balance(NamedTuple):
 
 
 def balance(expected: Counter[str], found: Counter[str]) -> Balance:
-    """Of objects that belong to a job, by its name."""
+    """Compares the objects that belong to each job with the expected ones, both counted by the job's name."""
     return Balance((found - expected).total(), (expected - found).total())
 
 
@@ -191,7 +193,7 @@ def balance(expected: Counter[str], found: Counter[str]) -> Balance:
 
 @dataclass(slots=True)
 class Operator:
-    """One process after the other."""
+    """The operator: one process after the other, with their highest memory and how many ended by themselves."""
 
     kubeconfig: Path
     log: Path
@@ -215,7 +217,7 @@ class Operator:
         return process
 
     def kill(self) -> None:
-        """kill -9, unless it ended before; what it held at most is kept."""
+        """Ends the process by kill -9 and notes its peak memory, or notes that it ended by itself before."""
         if self.current.process.poll() is not None:
             self.ended_by_itself += 1
             return
@@ -232,7 +234,7 @@ class Operator:
 
 @contextmanager
 def running_bed(num_nodes: int) -> Iterator[Bed]:
-    """Started if it does not run, and ended only then."""
+    """Starts the test bed if it does not run. Ends it only if it was started here."""
     found = state()
     ran = bed_runs(found)
     try:
@@ -251,7 +253,7 @@ def testbed_command(*arguments: str) -> None:
 
 
 def install(bed: Bed) -> None:
-    """The chart's rights, CRDs and certificate, and no operator of its own."""
+    """Installs the chart's rights, CRDs and certificate, with 0 replicas of its operator."""
     values = {"image": HOST_MOUNT_IMAGE, "trainer": {"image": HOST_MOUNT_IMAGE}, "replicas": 0}
     file = bed.state.data / "scale-values.json"
     file.write_text(json.dumps(values), encoding="utf-8")
@@ -260,14 +262,14 @@ def install(bed: Bed) -> None:
     )
     bed.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.spillway.dev", "--timeout=30s")
     deadline = time.monotonic() + LONGEST_WAIT_SECONDS
-    while "items" not in bed.read(JOBS_PATH):  # established, and served a moment later
+    while "items" not in bed.read(JOBS_PATH):  # established CRDs are served only a moment later
         if time.monotonic() > deadline:
             sys.exit("the API server does not serve TrainingJobs")
         time.sleep(0.2)
 
 
 def write_certificate(bed: Bed, folder: Path) -> Path:
-    """That of the progress endpoint, as the chart made it."""
+    """Writes the certificate of the progress endpoint, which the chart made, to `folder`."""
     data = bed.get("secrets", "-n", SYSTEM_NAMESPACE, "--field-selector", "type=kubernetes.io/tls")["items"][0]["data"]
     folder.mkdir()
     for name, encoded in data.items():
@@ -297,7 +299,7 @@ def administrator(bed: Bed) -> ssl.SSLContext:
 
 
 def jobs(namespace: str, count: int) -> list[Document]:
-    """One pod each in ONE_POD, else two and a Service."""
+    """Returns `count` jobs: with one pod each in namespace ONE_POD, with two pods and a Service in the others."""
     kind = "one-pod" if namespace == ONE_POD else "two-pod"
     models = [
         running_for_an_hour(
@@ -314,7 +316,8 @@ async def create(server: Server, documents: Iterable[Document]) -> None:
 
 
 async def calibrated(server: Server, count: int) -> float:
-    """p99 of seconds from the begin of the burst to the Job's existence, as a client without thoughts makes it."""
+    """Creates the objects of `count` jobs by a client that only creates. Returns the 99th percentile of the seconds
+    from the beginning until a Job exists."""
     metadata = {"namespace": CALIBRATION}
     container = {"name": "none", "image": "none"}
     pod = {"spec": {"restartPolicy": "Never", "containers": [container]}}
@@ -335,7 +338,7 @@ async def calibrated(server: Server, count: int) -> float:
 
 
 async def balanced(server: Server, counts: dict[str, int]) -> Balance:
-    """Children of all jobs, and attempts that a status counts beyond the first."""
+    """Counts duplicate and missing children of all jobs. An attempt beyond the first counts as a duplicate, too."""
     duplicates = missing = 0
     for namespace, count in counts.items():
         names = Counter(f"job-{number:04}" for number in range(count))
@@ -358,7 +361,7 @@ async def balanced(server: Server, counts: dict[str, int]) -> Balance:
 
 @dataclass(slots=True)
 class Run:
-    """What the phases share."""
+    """What the phases of the benchmark share."""
 
     bed: Bed
     server: Server
@@ -366,12 +369,12 @@ class Run:
     trainers: Trainers
     operator: Operator
     watch: asyncio.Task[None]
-    """that tells the statuses"""
+    """the task that watches TrainingJobs for `statuses`"""
     num_jobs: int
 
     @property
     def counts(self) -> dict[str, int]:
-        """Jobs of the whole-life figures, by namespace."""
+        """The number of jobs whose whole life is measured, by namespace."""
         return {TWO_PODS: self.num_jobs * 4 // 5, ONE_POD: self.num_jobs - self.num_jobs * 4 // 5}
 
     def requests(self, since: int) -> list[Request]:
@@ -407,7 +410,7 @@ class Run:
             f"{peak_resident_bytes(process) / 1e6:.0f} MB at most",
             flush=True,
         )
-        # Of both users: TrainingJobs are the administrator's.
+        # Requests of all users, because the administrator creates the TrainingJobs.
         return create_to_child(self.bed.requests(since), list(self.counts))
 
     async def progress(self) -> None:
@@ -427,7 +430,7 @@ class Run:
         )
 
     async def writes_in(self, seconds: float, before: Callable[[], None] = lambda: None) -> int:
-        """Writes of the operator that are nothing of APART and no progress, from now on."""
+        """Calls `before` and returns the operator's writes in `seconds`, without those of APART and for progress."""
         await asyncio.sleep(SETTLE_SECONDS)
         since, statuses = self.bed.audit_position(), self.statuses.other_writes.total()
         await asyncio.to_thread(before)
@@ -447,7 +450,7 @@ class Run:
         await self.all_are("Running", {KILLED: count})
 
     def _served(self) -> int:
-        """Jobs of KILLED that an operator has answered."""
+        """The number of jobs of KILLED whose status an operator has written."""
         return sum(key[0] == KILLED and "state" in status for key, status in self.statuses.newest.items())
 
     async def ends(self) -> None:
@@ -459,7 +462,7 @@ class Run:
         print(f"ends: all Complete after {time.monotonic() - began:.1f} s", flush=True)
 
     def writes_of_a_life(self, requests: Sequence[Request]) -> dict[str, float]:
-        """By namespace: writes per job, those for progress left out."""
+        """Returns the writes per job by namespace, without those for progress."""
         found, per_job = written(requests), {}
         for namespace, count in self.counts.items():
             status, progress = found.status[namespace], self.statuses.progress_writes[namespace]

@@ -1,29 +1,29 @@
 """The update of interleaved optimizer offload against its rivals and its bound: *modelled*, without a GPU.
 
-First the model has to earn its use: it reproduces what the authors of Deep Optimizer States published (six runs, 54
+First the model must prove itself: it has to reproduce what the authors of Deep Optimizer States published (six runs, 54
 figures, published_optimizer_offload.py) within 20 %, or nothing else is printed. Nine constants are fitted to those
-runs (CONSTANTS: four a class of GPU, one shared); what sizes, residency, copies that do not block and interleaving
-change is predicted from them.
+runs (CONSTANTS: four per class of GPU, one shared). From them the model predicts the effects of model size, residency,
+non-blocking copies and interleaving.
 
-Then, on the same two nodes and for models of 7 B to 20 B, sequence 2048, micro-batch 1, four ranks of a node:
+Then, on the same two nodes, for models of 7 B to 20 B, sequence 2048, micro-batch 1 and four ranks on one node:
 
   ours       the planner's own plan (placement Interleaved: nothing resident), executed in virtual time by the pipeline
-             that trains, on tracing lanes; backward is there as the time that it takes, gradients come out of it layer
-             by layer, and the norm comes before the update, as it does with clipping
-  bound      the least of max(CPU, H2D, D2H, host memory) over all shares (step_time.least_update_seconds), of the bytes
-             that ours moves: it, too, leaves the upper halves of streamed masters on the device
-  whole      ours, with masters streamed whole and the share that is then the best: what splitting them is worth
-  stride     the paper's assignment, every k-th chunk to the GPU, the best of k = 2..10, through the same pipeline with
-             the same chunks, and with the CPU path of the published code: 50 bytes of host memory a parameter, not 32
-  DeepSpeed  0.19.8: gradient copies that do not block, then 50 bytes a parameter by the CPU, nothing beside it
+             that trains, on tracing lanes. Backward is represented by its duration and yields gradients layer by layer;
+             the norm comes before the update, as with clipping
+  bound      the least of max(CPU, H2D, D2H, host memory) over all shares (step_time.least_update_seconds), for the
+             bytes that ours moves: it, too, leaves the upper halves of streamed masters on the device
+  whole      ours with masters streamed whole, at the best share for that: shows what splitting them gains
+  stride     the paper's assignment, every k-th chunk to the GPU, the best of k = 2..10, in the same pipeline with the
+             same chunks, and with the CPU path of the published code: 50 bytes of host memory a parameter, not 32
+  DeepSpeed  0.19.8: non-blocking gradient copies, then 50 bytes per parameter on the CPU, with nothing in parallel
 
-All in exposed update seconds: what the iteration takes beyond forward and backward, none of it behind the next forward,
-where ours can be (memory.advanced.optimizer.overlap). What DeepSpeed's gradient copies
-leave exposed in backward is not counted against it, and what ours leave is counted against ours. The CPU lane runs at
-what host memory leaves it beside the copies (step_time.beside_copies). The column "our path, by stride" has the stride
-with our CPU path and split masters: how far ours is ahead of it is what the real-valued share alone is worth. The last
-three columns are ratios of whole iterations, forward and backward as modelled: what the copies that do not block
-gained, what the stride gains beside them, what ours gains.
+All figures are exposed update seconds: what the iteration takes beyond forward and backward. Nothing is hidden behind
+the next forward, although ours can be (memory.advanced.optimizer.overlap). What DeepSpeed's gradient copies leave
+exposed in backward does not count for DeepSpeed; what ours leave counts for ours. The CPU lane runs at the rate that
+the copies leave it in host memory (step_time.beside_copies). The column "our path, by stride" is the stride with our
+CPU path and split masters: the lead of ours over it is due to the real-valued share alone. The last three columns are
+ratios of whole iterations, with forward and backward as modelled: the gain of non-blocking copies, the further gain of
+the stride, and the further gain of ours.
 """
 
 from __future__ import annotations
@@ -57,34 +57,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from fakes.tracing import TracedEvent, TracingLanes
 
 DEEPSPEED_BYTES, OUR_BYTES, STATE_BYTES, UPLOAD_BYTES = 50, 30, 12, 2
-"""a parameter: host memory by DeepSpeed's CPU step (scale pass, update, cast, pageable upload), by ours; over the link
-one way when streamed whole; up when updated by the CPU"""
+"""bytes per parameter: of host memory in DeepSpeed's CPU step (scale pass, update, cast, pageable upload), and in ours;
+over the link, each way, when streamed whole; uploaded when updated by the CPU"""
 SPLIT_BYTES = STATE_BYTES - 4 + 17 / 8
-"""over the link one way when streamed with the master split"""
+"""bytes per parameter over the link, each way, when streamed with the master split"""
 LIVE_PARAMETERS = 1e9
-"""stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults: so many are not gathered again. That
-all of forward shrinks with them is assumed; the A100's runs need something like it, 7B being a third faster a parameter
-than 20B, and it leaves the largest error"""
-# 1.10 with chunks of 4 Mi parameters. Those of up to 32 Mi, a fifth of the cost on the host, interleave more coarsely:
-# 1.18 for 7B.
+"""stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults: this many parameters are not gathered
+again. The model assumes that they take no time at all in forward. The A100's runs need something like this, because 7B
+is a third faster per parameter than 20B; it causes the largest error"""
+# modelled_vs_bound_max was 1.10 with chunks of 4 Mi parameters. Chunks of up to 32 Mi cost the host a fifth as much but
+# interleave more coarsely: 1.18 for 7B.
 AT_MOST = {"model_error_max": 0.20, "modelled_vs_bound_max": 1.20}
 AT_LEAST = {"modelled_vs_stride_min": 1.15, "modelled_vs_deepspeed_min": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Of one class of GPU node, fitted to ROWS by the least largest error."""
+    """Constants of one class of GPU node, fitted to ROWS so that the largest error is least."""
 
     forward: float
-    """seconds a parameter beyond LIVE_PARAMETERS"""
+    """seconds per parameter beyond LIVE_PARAMETERS"""
     blocking_gradient: float
-    """seconds a parameter of the CPU, where gradient copies block"""
+    """seconds in backward per parameter that the CPU updates, if gradient copies block"""
     cpu: float
-    """bytes per second, what the node's cores stream; from the base steps"""
+    """bytes per second that the node's cores stream; fitted to the base steps"""
     dram: float
-    """bytes per second, cores and copies together; from the interleaved steps"""
+    """bytes per second of cores and copies together; fitted to the interleaved steps"""
     flowing_gradient: float = 76e-12
-    """seconds a parameter of the CPU that copies which do not block leave in backward; one for all classes"""
+    """seconds in backward per parameter that the CPU updates, if gradient copies do not block; same for all classes"""
 
 
 CONSTANTS: Mapping[GpuClass, Constants] = {
@@ -94,8 +94,9 @@ CONSTANTS: Mapping[GpuClass, Constants] = {
 
 
 def node_of(gpu: GpuClass) -> NodeSpec:
-    """The authors' node: fitted rates of host memory, four devices, 503 GB; the link's peak as logged on the H100 node
-    and the catalog's on the A100 node, each device with a port of its own (assumed); the rest is the catalog's."""
+    """Returns the authors' node: fitted rates of host memory, four devices, 503 GB; the link's peak as logged on the
+    H100 node, and from the catalog for the A100 node; a root port for each device (assumed); the rest from the catalog.
+    """
     catalog = resolve_node("4xh100" if gpu == "H100" else "4xa100")
     link = replace(catalog.link, devices_per_root_port=1)
     if gpu == "H100":
@@ -114,13 +115,14 @@ def forward_seconds(gpu: GpuClass, num_parameters: float) -> float:
 
 
 def backward_seconds(gpu: GpuClass, num_parameters: float, gradient: float, on_cpu: float) -> float:
-    """Recompute and two products, each as long as forward; and `gradient` seconds for each of a rank's parameters whose
-    gradient the CPU gets, a share of `on_cpu`."""
+    """Seconds of backward: recomputation and two products, each as long as forward, and `gradient` seconds for each of
+    a rank's parameters whose gradient goes to the CPU, which is the share `on_cpu`."""
     return 3 * forward_seconds(gpu, num_parameters) + gradient * on_cpu * num_parameters / NUM_RANKS
 
 
 def published_step_seconds(gpu: GpuClass, num_parameters: float, on_cpu: float, streamed: float) -> float:
-    """DeepSpeed's CPU step of one share, the published code's streaming of another beside it: a bound of bytes."""
+    """Seconds that the bytes need if DeepSpeed's CPU step updates the share `on_cpu`, while the published code streams
+    the share `streamed`."""
     node = node_of(gpu)
     link = node.link.duplex_efficiency * node.link.h2d_bytes_per_second
     return num_parameters / NUM_RANKS * max(
@@ -131,7 +133,7 @@ def published_step_seconds(gpu: GpuClass, num_parameters: float, on_cpu: float, 
 
 
 def modelled(row: Row) -> tuple[Phases, Phases, Phases]:
-    """Base, flush, interleaved."""
+    """Returns the modelled phases of `row` in its three forms: base, flush, interleaved."""
     found, free = CONSTANTS[row.gpu], 1.0 - row.resident_share
     forward, on_cpu = forward_seconds(row.gpu, row.num_parameters), free * (1 - 1 / STRIDE)
     serial = published_step_seconds(row.gpu, row.num_parameters, free, 0.0)
@@ -148,7 +150,7 @@ def modelled(row: Row) -> tuple[Phases, Phases, Phases]:
 
 
 def model_error(rows: Sequence[Row] = ROWS) -> float:
-    """The largest |modelled / published - 1| of all phases of all forms of all rows; prints them."""
+    """Returns the largest |modelled / published - 1| of all phases of all forms of all rows, and prints all ratios."""
     print("modelled over published seconds      forward                 backward                step")
     print(f"{'':>30}{('base   flush  inter.  ') * 3}")
     errors = []
@@ -167,7 +169,7 @@ def model_error(rows: Sequence[Row] = ROWS) -> float:
 # --- virtual time -----------------------------------------------------------------------------------------------------
 
 SCALE = 64
-"""sizes and rates are divided by it: virtual seconds stay those of the full size, host memory is reserved, not used"""
+"""sizes and rates are divided by this: virtual seconds are those of the full size; host memory is reserved, not used"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ class Case:
 
 @cache
 def case(gpu: GpuClass, model: Model) -> Case:
-    """Raises SystemExit where no plan fits: the node is not the one that the runs were made on."""
+    """Returns the case of `model` on `gpu`. Raises SystemExit if no plan fits: the published runs fitted their node."""
     document = {
         "apiVersion": "spillway.dev/v1alpha1",
         "kind": "TrainingJob",
@@ -221,19 +223,19 @@ def case(gpu: GpuClass, model: Model) -> Case:
 
 @dataclass(frozen=True, slots=True)
 class CpuPath:
-    """What the CPU's update of a parameter costs, in bytes."""
+    """What the CPU's update of a parameter costs in bytes, and how other parameters are streamed meanwhile."""
 
     by_cores: int
     in_memory: int
-    """its upload included"""
+    """bytes of host memory traffic, including the upload"""
     norm: bool
-    """the CPU also reads the gradients for their norm, between backward and update"""
+    """whether the CPU also reads the gradients for their norm, between backward and update"""
     splits: bool
-    """what is streamed beside it leaves the upper halves of its masters on the device"""
+    """whether streamed parameters leave the upper halves of their masters on the device"""
 
     @property
     def streamed(self) -> float:
-        """Bytes of such a parameter, one way."""
+        """Bytes of a streamed parameter over the link, each way."""
         return SPLIT_BYTES if self.splits else STATE_BYTES
 
 
@@ -243,11 +245,11 @@ PUBLISHED = CpuPath(DEEPSPEED_BYTES, DEEPSPEED_BYTES, norm=False, splits=False)
 
 
 def virtual_update(case: Case, optimizer: OptimizerPlan, cpu_rate: float, path: CpuPath, by: Assignment) -> float:
-    """Exposed update seconds of one rank: from the end of backward, as long as it takes by itself, to the end of flush.
+    """Exposed update seconds of one rank: from when backward alone would end, to the end of flush.
 
-    The CPU lane gets what gradient copies at their full rate leave during backward, all that the cores stream for the
-    norm, when nothing is copied, and `cpu_rate` (bytes per second) during the update. Never less than host memory takes
-    for all that the update moves. Raises SystemExit at a race.
+    During backward the CPU lane gets the host memory rate that gradient copies at full rate leave; for the norm, when
+    nothing is copied, all that the cores can stream; during the update `cpu_rate` (bytes per second). The result is at
+    least what host memory takes for all bytes that the update moves. Raises SystemExit at a race.
     """
     rates, streams = case.rates, optimizer.streamed_share > 0.0
     of_cpu = OUR_BYTES / path.by_cores / SCALE  # the pipeline counts OUR_BYTES a parameter
@@ -285,7 +287,7 @@ def computed_seconds(lanes: TracingLanes) -> float:
 
 
 def rank_weights(case: Case) -> list[tuple[str, Parameter]]:
-    """A rank's shard, one flat bfloat16 parameter a layer, without memory."""
+    """Returns a rank's shard: one flat bfloat16 parameter per layer, without memory."""
     size = int(case.rank_parameters / SCALE / case.model.num_layers)
     return [
         (f"layer{index}", Parameter(torch.empty(size, dtype=torch.bfloat16, device="meta")))
@@ -303,7 +305,7 @@ def ours(case: Case) -> float:
 
 
 def with_whole_masters(case: Case) -> float:
-    """Ours, masters streamed whole, as in float16: at the share that is then the best."""
+    """Seconds of ours if masters are streamed whole, as in float16, at the best share for that."""
     work = replace(case.work, is_float16=True)
     share = balanced_streamed_share(work, case.rates)
     optimizer = case.optimizer.model_copy(update={"cpu_share": 1.0 - share, "streamed_share": share})
@@ -311,7 +313,7 @@ def with_whole_masters(case: Case) -> float:
 
 
 def by_stride(case: Case, every: int, path: CpuPath) -> float:
-    """Every k-th chunk streamed, the same pipeline, the same chunks."""
+    """Seconds if every k-th chunk is streamed (k is `every`), in the same pipeline with the same chunks."""
     rates, streamed = case.rates, 1.0 / every
     on_cpu = 1.0 - streamed
     copied = (path.in_memory - path.by_cores) * on_cpu + 2 * path.streamed * streamed
@@ -325,12 +327,12 @@ def by_stride(case: Case, every: int, path: CpuPath) -> float:
 
 
 def best_stride(case: Case, path: CpuPath, strides: Sequence[int]) -> tuple[float, int]:
-    """Its seconds, and k."""
+    """Returns the seconds of the best stride, and its k."""
     return min((by_stride(case, every, path), every) for every in strides)
 
 
 def deepspeed(case: Case) -> float:
-    """0.19.8: one pass after another over all parameters, link and GPU idle meanwhile."""
+    """Seconds of DeepSpeed 0.19.8: one pass after another over all parameters, while link and GPU are idle."""
     return DEEPSPEED_BYTES * case.rank_parameters / case.rates.cpu
 
 
@@ -391,7 +393,7 @@ def compared(case: Case, strides: Sequence[int]) -> Compared:
 
 
 def figures(cases: Sequence[Case], strides: Sequence[int] = STRIDES) -> dict[str, float]:
-    """Prints a line a case."""
+    """Compares all cases, prints a line for each, and returns the figures."""
     print(HEAD)
     found = []
     for each in cases:
@@ -409,7 +411,7 @@ def figures(cases: Sequence[Case], strides: Sequence[int] = STRIDES) -> dict[str
 def measure(quick: bool) -> dict[str, float]:
     error = model_error()
     if error > AT_MOST["model_error_max"]:
-        return {"model_error_max": error}  # a model that misses what was published has nothing to say of other runs
+        return {"model_error_max": error}  # a model that misses the published runs cannot predict others
     models = (MODELS[0], MODELS[-1]) if quick else MODELS
     cases = [case(gpu, model) for gpu in CONSTANTS for model in models]
     return {"model_error_max": error, **figures(cases, (2, 3, 10) if quick else STRIDES)}

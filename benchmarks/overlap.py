@@ -1,21 +1,22 @@
-"""How much of a CPU update hides behind the next forward, when compute leaves a core free.
+"""How much of a CPU update is hidden behind the next forward if compute leaves a core free.
 
 One compute thread, one update thread, a model of 100 million parameters (--quick: 26 million) whose optimizer states
-are all updated by the CPU. One run makes its steps in four ways, in turn:
+are all updated by the CPU. One run takes its steps in four ways, in turn:
 
-  free     the update is left out: gradients are accumulated, the norm is taken, and the step skipped
+  free     without the update: gradients are accumulated, the norm is computed, and the step is skipped
   none     overlap: None, forward begins when the update is done
   forward  overlap: Forward, each segment of the next forward waits for its own parameters
-  bound    `free`, and beside its forward one bare C loop calls our kernel over all chunks, on a thread of its own: no
-           lanes, no events, no Python, and forward waits for nothing. What it costs is the machine's: both want one
-           memory.
+  bound    `free`, while during its forward a bare C loop calls our kernel over all chunks, on a thread of its own: no
+           lanes, no events, no Python, and forward waits for nothing. Its cost is due to the machine, whose memory both
+           threads share.
 
-Seconds go from the norm, before an update, to the end of the forward after it; by then its last segment has waited for
-the last update. What a way takes more than `free` is exposed update, whatever it is spent on: waiting, handing over,
-slower compute. hidden_share = 1 - exposed of `forward` / exposed of `none`, the median over rounds; the goal is 0.8,
-with 512 tokens a step on a quiet machine with two cores. hidden_bound is the same of `bound`, hidden_share_of_steps
-that of whole steps, whose backward adds its own noise. hidden_by_waits = 1 - what forward waited for / what `none`
-takes: from the inside, blind to compute that got slower. Where other processes take the second core, nothing can hide.
+Seconds are from the norm, before an update, to the end of the forward after it; by then its last segment has waited for
+the last update. The time of a way beyond that of `free` is exposed update, whatever its cause: waiting, passing work
+between threads, slower compute. hidden_share = 1 - exposed of `forward` / exposed of `none`, the median over rounds;
+the goal is 0.8, with 512 tokens a step on a quiet machine with two cores. hidden_bound is the same for `bound`,
+hidden_share_of_steps the same over whole steps, whose backward adds noise. hidden_by_waits = 1 - the time that forward
+waited / the update of `none`: this is measured inside the run and does not see slower compute. If other processes use
+the second core, nothing can be hidden.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from spillway_trainer.tiers.lanes import Lane
 CELL = replace(HUNDRED_MILLION, optimizer="Host")
 QUICK_CELL = Cell(512, 8, 1024, 512, 1, optimizer="Host", num_micro_batches=1)
 SECONDS_BY_TOKENS = {1024: 90.0, 512: 150.0}
-"""a step; the last gives the figures without a suffix. Its forward takes twice as long as the update: what the first
-segments wait, and what both do to the memory, weigh most there, and the update is 11 % of the step. That of 1,024
-varies by a good part of its update, 6 %."""
+"""seconds of measuring by tokens per step; the last entry gives the figures without a suffix. With 512 tokens forward
+takes only twice as long as the update, which is 11 % of the step: so the waits of the first segments and the shared
+memory weigh most there. With 1,024 tokens the update is 6 % of the step, and the step varies by a good part of that."""
 WAYS = ("free", "none", "forward", "bound")
 
 
 class Piece(ctypes.Structure):
-    """piece of update_loop.c"""
+    """`struct piece` of update_loop.c."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("master", "moment1", "moment2", "gradient", "out")),
@@ -59,7 +60,7 @@ class Piece(ctypes.Structure):
 
 
 class UpdateLoop:
-    """update_loop.c over an optimizer's own states and gradients, and over parameters that nobody reads."""
+    """Runs update_loop.c over an optimizer's own states and gradients; writes parameters that nobody reads."""
 
     def __init__(self, placed: Sequence[Placed]) -> None:
         self._outs = [bytearray(one.nbytes) for one in placed]
@@ -91,21 +92,21 @@ class UpdateLoop:
 
 @dataclass(slots=True)
 class Turn:
-    """One update and what comes after it, up to the next norm."""
+    """One update and everything after it, up to the next norm."""
 
     marks: dict[str, float] = field(default_factory=dict)
-    """seconds on the clock: begun, updated (phase optimizer has ended), forwarded, ended"""
+    """clock readings in seconds: begun, updated (end of phase optimizer), forwarded (end of forward), ended"""
     waited: float = 0.0
     cpu_seconds: float = 0.0
     cpu_bytes: int = 0
-    """touched by the CPU's work on gradients and states, but that of `bound`"""
+    """bytes that the CPU's work on gradients and states touched, except that of `bound`"""
 
     def seconds(self, first: str, last: str) -> float:
         return self.marks[last] - self.marks[first]
 
 
 class InTurns:
-    """An optimizer whose next update is made in `way`, and that keeps the marks of the turn."""
+    """An optimizer that makes its next update in the way `way` and records the marks of each turn."""
 
     def __init__(self, optimizer: OptimizerOffload) -> None:
         self._optimizer = optimizer
@@ -147,7 +148,7 @@ class InTurns:
 
 
 class Marking:
-    """Techniques that tell an optimizer when forward has ended."""
+    """Wraps techniques and tells an optimizer when forward has ended."""
 
     def __init__(self, techniques: Any) -> None:
         self._techniques = techniques
@@ -178,13 +179,13 @@ def run_in_turns(runs: MeasuredRuns) -> tuple[MeasuredRun, InTurns]:
 
 
 def turns(cell: Cell, seconds: float) -> dict[str, list[Turn]]:
-    """Of each way, by round."""
+    """Returns the turns of each way, by round."""
     with ExitStack() as opened:
         run, optimizer = run_in_turns(MeasuredRuns(cell, opened))
         run.step()
 
         def one(way: str) -> Turn:
-            """It ends in the next one's step."""
+            """Takes a step. The turn that it returns ends during the next step."""
             optimizer.way = way
             run.step()
             turn: Turn = optimizer.turn
@@ -228,7 +229,8 @@ def show(tokens: int, rounds: dict[str, list[Turn]]) -> None:
 
 
 def figures_of(rounds: dict[str, list[Turn]]) -> dict[str, float]:
-    """Shares by round, so that the machine's moods fall out; medians, with the interval of the first."""
+    """Computes shares by round, so that changes of the machine's speed cancel. Returns their medians, and for
+    hidden_share and hidden_bound the intervals."""
 
     def exposed(way: str, last: str) -> list[float]:
         pairs = zip(rounds[way], rounds["free"], strict=True)

@@ -1,9 +1,9 @@
-"""The frame of every benchmark: ours and rivals run alternately in one process run, and pairs of runs are compared.
+"""The frame of every benchmark: runs ours and rivals alternately in one program and compares pairs of runs.
 
-A shared machine drifts by tens of percent within minutes, so two medians taken one after the other would compare the
-machine's moods. Here each round runs every contestant once, in an order that rotates; each round gives one ratio; the
-figure is the median of these ratios, with the interval that holds the true median with 95 % confidence whatever the
-distribution (order statistics). Fewer than six rounds give less confidence, and the figure says how much.
+The speed of a shared machine changes by tens of percent within minutes, so two medians taken one after the other would
+compare two states of the machine. Here each round runs every contestant once, in an order that rotates, and gives one
+ratio. The figure is the median of these ratios, with an interval that contains the true median with 95 % confidence for
+any distribution (order statistics). Fewer than six rounds give less confidence, and the figure says how much.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["Ratio", "alternate", "main", "median", "paired_ratio", "timed"]
 
 CONFIDENCE = 0.95
 MIN_ROUNDS = 6
-"""with which the extremes hold the median with 97 %"""
+"""the true median is between the least and the largest of this many ratios with 97 % confidence"""
 Result = TypeVar("Result")
 
 
 def timed(run: Callable[[], object]) -> Callable[[], float]:
-    """`run` as a contestant: its result is the seconds that it took."""
+    """Returns a contestant that calls `run` and returns the seconds that it took."""
 
     def seconds() -> float:
         begin = time.perf_counter()
@@ -44,14 +44,14 @@ def timed(run: Callable[[], object]) -> Callable[[], float]:
 def alternate(
     contestants: Mapping[str, Callable[[], Result]], *, seconds: float, min_rounds: int = MIN_ROUNDS
 ) -> dict[str, list[Result]]:
-    """Results of each by round, for about `seconds` and at least `min_rounds` rounds. One round more comes first, to
-    warm up, and is not counted."""
+    """Runs rounds for about `seconds`, at least `min_rounds` of them, after one more round that warms up and does not
+    count. Returns the results of each contestant by round."""
     names = list(contestants)
     results: dict[str, list[Result]] = {name: [] for name in names}
     for name in names:
         contestants[name]()
     begin, num_rounds = time.monotonic(), 0
-    # Another round only if it will end in time.
+    # Begin another round only if it will end in time.
     while num_rounds < min_rounds or (time.monotonic() - begin) * (num_rounds + 1) / num_rounds < seconds:
         for position in range(len(names)):
             name = names[(position + num_rounds) % len(names)]
@@ -61,7 +61,7 @@ def alternate(
 
 
 class Ratio(NamedTuple):
-    """Median of paired ratios and its interval."""
+    """The median of paired ratios and its interval."""
 
     median: float
     low: float
@@ -74,10 +74,11 @@ class Ratio(NamedTuple):
 
 
 def paired_ratio(ours: Sequence[float], rivals: Sequence[float]) -> Ratio:
-    """How many times as fast ours is, from the seconds (or CPU seconds) of each round: rival's over ours."""
+    """Returns how many times as fast ours is: in each round the rival's seconds (or CPU seconds) over ours."""
     ratios = sorted(theirs / mine for mine, theirs in zip(ours, rivals, strict=True))
     n = len(ratios)
-    # From the k-th smallest to the k-th largest: misses the median only when fewer than k pairs fall on one side of it.
+    # The interval from the k-th smallest to the k-th largest misses the median only if fewer than k pairs are on one
+    # side of it.
     k = max((k for k in range(1, n // 2 + 1) if _confidence(n, k) >= CONFIDENCE), default=1)
     return Ratio(median(ratios), ratios[k - 1], ratios[n - k], _confidence(n, k), n)
 
@@ -94,9 +95,9 @@ def main(
     at_least: Mapping[str, float] = MappingProxyType({}),
     not_quick: Collection[str] = (),
 ) -> None:
-    """Runs `measure(quick)`, which prints its table and returns its figures; prints them, writes them. Exits with 1
-    when a figure is beyond the limit that it has, or one that has a limit is not there. `not_quick`: figures that a
-    quick run is too small for; it gives none."""
+    """Runs `measure(quick)`, which prints its table and returns its figures; prints the figures and writes them. Exits
+    with 1 if a figure is beyond its limit, or if a figure that has a limit is missing. In a quick run the figures in
+    `not_quick` have no limit, because such a run is too small for them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="end in 50 s, one-time builds of rivals excepted")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, commit and figures to FILE")
@@ -121,7 +122,7 @@ def main(
 
 
 def misses(figures: Mapping[str, float], at_most: Mapping[str, float], at_least: Mapping[str, float]) -> list[str]:
-    """One sentence for each figure that is beyond its limit, or that nothing was said of; NaN keeps no limit."""
+    """Returns a sentence for each figure that is beyond its limit, missing or NaN."""
     nan = math.nan
     over = [
         f"{name} is {figures.get(name, nan):.3f}: it must be at most {limit}"
@@ -135,12 +136,12 @@ def misses(figures: Mapping[str, float], at_most: Mapping[str, float], at_least:
 
 
 def _load() -> str:
-    """Processes that wanted to run, over 1, 5 and 15 minutes."""
+    """Returns the load averages (runnable processes) over 1, 5 and 15 minutes."""
     return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
 
 def machine() -> str:
-    """Processor, cores, memory and kernel: what a figure depends on."""
+    """Returns processor, cores, memory and kernel, on which figures depend."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release()}"
 
@@ -154,7 +155,7 @@ def _processor() -> str:
 
 
 def commit() -> str:
-    """Of this checkout, with `-dirty` when files differ from it."""
+    """Returns the commit of this checkout, with `-dirty` if files differ from it."""
     ended = subprocess.run(
         ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"],
         capture_output=True, text=True, check=False, cwd=Path(__file__).parent,

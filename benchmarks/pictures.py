@@ -1,10 +1,11 @@
-"""docs/pictures/jobs.svg: one job under three memory budgets, each run by `spillway run`, beside its step time.
+"""Draws docs/pictures/jobs.svg: peak memory and step time of one job that `spillway run` trains with three budgets.
 
     python benchmarks/pictures.py [--rounds N] [--steps N]        (`make pictures`)
 
-The job is examples/demo.yaml with longer sequences, so that activations weigh as they do in larger models. The runs
-alternate, and the picture shows medians over rounds of each run's own summary: peak bytes per tier and seconds a step.
-The losses of all runs must be equal to the bit, else nothing is drawn. Writes the figures to docs/pictures/jobs.json.
+The job is examples/demo.yaml with longer sequences, so that activations have the same weight as in larger models. The
+runs alternate. The picture shows figures of each run's own summary: seconds a step (medians over rounds), and peak
+bytes per tier (of the last round). If the losses of all runs are not equal bit for bit, nothing is drawn. The figures
+are written to docs/pictures/jobs.json.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ JOBS = {
     "half of that": {"device": "180Mi", "host": "512Mi"},
     "a third": {"device": "120Mi", "host": "512Mi"},
 }
-"""name -> spec.memory.budget; spec.memory.mode is Auto, and nothing else of the memory is named"""
+"""name -> spec.memory.budget; spec.memory.mode is Auto, and spec.memory has nothing else"""
 COLOURS = {"device": "#4269d0", "host": "#efb118", "nvme": "#3ca951"}
 WIDTH, BAR, GAP, LEFT, TOP = 760, 34, 30, 190, 44
 
 
 def job_file(directory: Path, budget: dict[str, str], steps: int) -> Path:
-    """The demo's job with `budget`."""
+    """Writes the demo's job with `budget` to a file."""
     job = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8"))
     spec = job["spec"]
     spec["training"] |= {"steps": steps, "sequenceLength": 1024}
@@ -51,7 +52,7 @@ def job_file(directory: Path, budget: dict[str, str], steps: int) -> Path:
 
 
 def run(budget: dict[str, str], steps: int) -> tuple[dict[str, Any], list[float]]:
-    """The summary of one run, and its losses."""
+    """Runs the job once. Returns the run's summary and losses."""
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as place:
         directory = Path(place)
         command = [sys.executable, "-m", "spillway_cli", "run", str(job_file(directory, budget, steps))]
@@ -88,7 +89,7 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
 
 
 def picture(figures: dict[str, Any]) -> str:
-    """Bars of peak bytes by tier, and the step time behind each."""
+    """Draws bars of peak bytes by tier, each followed by its step time."""
     jobs = figures["jobs"]
     largest = max(sum(job["peakBytes"].values()) for job in jobs.values())
     scale = (WIDTH - LEFT - 150) / largest

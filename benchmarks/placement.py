@@ -1,26 +1,26 @@
-"""The operator's placement against requests alone, in virtual time: *simulated*, on errors that real runs showed.
+"""The operator's placement compared with requests alone, in virtual time: *simulated*, with errors that real runs had.
 
-What is real: the operator's placement of every attempt (placement.place with planner, ladder, MemoryProfiles, evidence
-and headroom: the code that runs in a cluster, driven as the operator drives it), and what jobs take, recorded from runs
-in memory cgroups (traces/, record_placement.py). Simulated: three nodes of 16 cores and 16 GiB, kube-scheduler's filter
-and scores, time. The traces and where their errors come from: placement_traces.py. The rivals, told the same
-(placement_policies.py), all with the same plans, pods that are killed doubled:
+Real: the operator's placement of every attempt (placement.place with planner, ladder, MemoryProfiles, evidence and
+headroom: the code that runs in a cluster, called as the operator calls it), and the memory that jobs take, recorded
+from runs in memory cgroups (traces/, record_placement.py). Simulated: three nodes of 16 cores and 16 GiB,
+kube-scheduler's filter and scores, time. placement_traces.py describes the traces and the sources of their errors. The
+rivals get the same information (placement_policies.py) and use the same plans; the memory of a killed pod is doubled:
 
-  static            what a careful user requests: 46 % of it unused by what the recorded runs took (slack of manual
+  static            what a careful user requests, of which the recorded runs leave 46 % unused (slack of manual
                     requests: Autopilot, EuroSys 2020); the fullest node that has room
   least allocated   the same requests; the emptiest node (kube-scheduler's default)
   counted           what the operator counts without any evidence, as a static request; the fullest node that has room
-  DLRover           what is counted; for jobs that ran before what they took and a fifth; the emptiest node
+  DLRover           what is counted, or, for jobs that ran before, what they took plus a fifth; the emptiest node
 
-Each trace has 120 jobs. TUNING seeds were looked at while the benchmark and the product were made (`--quick`: two of
-them, 30 jobs a trace); the figures are of 20 HELD_OUT ones: means over seeds, with the interval that holds the mean
-with 95 % (bootstrap over seeds):
+Each trace has 120 jobs. The TUNING seeds were used while the benchmark and the product were developed (`--quick`: two
+of them, 30 jobs a trace). The figures are for the 20 HELD_OUT seeds: means over seeds, each with an interval that
+contains the mean with 95 % confidence (bootstrap over seeds):
 
-  first_attempt_success  share of jobs of the realistic traces, the four of them pooled
-  completed              share of jobs of all traces
-  waste_vs_static        requested less used bytes, over time, of all traces: ours over that of static
-  makespan_vs_best       first arrival to last end, added up over all traces: ours over the best rival's, which is the
-                         one with the least mean of those that complete all jobs
+  first_attempt_success  share of jobs that complete in their first attempt, in the four realistic traces together
+  completed              share of jobs that complete, in all traces
+  waste_vs_static        requested minus used bytes, over time, of all traces: ours over that of static
+  makespan_vs_best       first arrival to last end, added up over all traces: ours over the best rival's; the best rival
+                         has the least mean of those that complete all jobs
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HELD_OUT = tuple(range(1000, 1020))
 QUICK = TUNING[:2]
 NUM_QUICK_JOBS = 30
 MANUAL_SLACK = 0.46
-"""share of manual requests that is not used: Rzadca et al., Autopilot, EuroSys 2020"""
+"""unused share of manual requests: Rzadca et al., Autopilot, EuroSys 2020"""
 OURS, STATIC = "Spillway", "static"
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 AT_LEAST = {"first_attempt_success": 0.95, "completed": 1.0}
@@ -53,7 +53,7 @@ AT_MOST = {"waste_vs_static": 0.5, "makespan_vs_best": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One trace, one seed, one policy."""
+    """The outcome of one trace with one seed and one policy."""
 
     trace: str
     seed: int
@@ -103,7 +103,7 @@ def play(seed: int, traces: Sequence[str] = TRACES, num_jobs: int = NUM_JOBS) ->
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A mean over seeds."""
+    """A mean over seeds, with its interval."""
 
     mean: float
     low: float
@@ -114,7 +114,7 @@ class Figure:
 
 
 def figure(values: Sequence[float]) -> Figure:
-    """With the interval of the mean, by resampling seeds; the same for the same values."""
+    """Returns the mean with its interval, by resampling seeds. Deterministic: equal values give equal results."""
     random_ = random.Random(0)
     means = sorted(mean(random_.choices(values, k=len(values))) for _ in range(RESAMPLES))
     tail = round((1.0 - CONFIDENCE) / 2.0 * RESAMPLES)
@@ -124,7 +124,7 @@ def figure(values: Sequence[float]) -> Figure:
 def by_seed(
     played: Sequence[Played], policy: str, field: str, traces: Sequence[str], join: Callable[[list[float]], float]
 ) -> list[float]:
-    """One value for each seed: of `field` in all `traces`, joined."""
+    """Returns one value for each seed: `field` in all `traces`, combined by `join`."""
     seeds = sorted({one.seed for one in played})
     return [
         join([getattr(one, field) for one in played
@@ -139,7 +139,7 @@ def ratios(played: Sequence[Played], ours: str, theirs: str, field: str, traces:
 
 
 def best_rival(played: Sequence[Played], traces: Sequence[str] = TRACES) -> str:
-    """The one with the least makespan of those that complete all jobs; of all, where none does."""
+    """Returns the rival with the least makespan among those that complete all jobs, or among all if none does."""
     rivals = sorted({one.policy for one in played} - {OURS})
     able = [name for name in rivals if min(by_seed(played, name, "completed", traces, min)) >= 1.0]
     return min(able or rivals, key=lambda name: mean(by_seed(played, name, "makespan_seconds", traces, sum)))
@@ -156,7 +156,7 @@ def figures(played: Sequence[Played]) -> dict[str, Figure]:
 
 
 def table(played: Sequence[Played]) -> str:
-    """Each trace and policy; waste and makespan over those of static."""
+    """Returns a table with a row for each trace and policy, with waste and makespan over those of static."""
     head = f"{'':14}{'':17}{'first attempt':>22}{'completed':>11}{'waste / static':>24}{'makespan / static':>24}"
     lines = [head]
     for trace in TRACES:

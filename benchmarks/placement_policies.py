@@ -1,9 +1,9 @@
-"""Who decides what a pod asks and where it goes: the operator's own placement, and its rivals. For the simulation.
+"""Policies of the placement simulation, which decide what a pod requests and where it goes: the operator's and rivals'.
 
 `Spillway` is the operator: placement.place, the ladder, profiles, evidence, headroom and its ledger of reservations,
-none of it written again here. The rivals are told the same: plan and pod that the operator counts without evidence, the
-nodes' figures, why an attempt ended, what earlier pods took. All of them run the trainer without the plan's budgets, so
-that the whole slack of a pod is theirs before the kernel kills it.
+called and not reimplemented here. The rivals get the same information: the plan and the pod that the operator counts
+without evidence, the nodes' figures, why an attempt ended, what earlier pods took. All rivals run the trainer without
+the plan's budgets, so that it can use the whole slack of a pod before the kernel kills it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from spillway.units import GIB
 from spillway_operator.measured.reservations import READINGS, WARM_UP_SECONDS
 
 IMAGE = "trainer@sha256:0"
-"""of all jobs"""
+"""the trainer image of all jobs"""
 AFFINITY_WEIGHT = 2.0
-"""of preferred nodes, times what free bytes weigh: kube-scheduler's defaults"""
+"""weight of preferred nodes relative to that of free bytes, by kube-scheduler's defaults"""
 MOST_SCORE = 100.0
 MOVES_NO_BYTE: Any = {"training": {"seed", "steps"}, "checkpoint": True}
-"""of a spec: what its plan does not depend on"""
+"""fields of a spec on which its plan does not depend"""
 
 
 @contextmanager
 def plans_remembered() -> Iterator[None]:
-    """make_plan is pure, and a trace asks it the same again and again: what it said is kept while this lasts. What it
-    would say of the plans that lost nobody reads."""
+    """Caches the results of make_plan while the context is open: it is pure, and a trace often calls it with the same
+    arguments. Leaves out the explanations of the plans that lost, which nothing reads here."""
     known: dict[Any, Any] = {}
 
     def remembered(job: TrainingJob, node: Any, overrides: Any, *, explained: bool = True) -> Any:
@@ -64,12 +64,13 @@ def plans_remembered() -> Iterator[None]:
 
 
 def least_allocated(ask: Ask, node: NodeView) -> float:
-    """NodeResourcesFit's default: the mean of what is left of memory and cores. Cores are alike here, so memory."""
+    """NodeResourcesFit's default score is the mean of the free shares of memory and cores. All pods request the same
+    cores here, so memory alone decides."""
     return MOST_SCORE * (_unrequested(node) - ask.memory_bytes) / node.allocatable_memory_bytes
 
 
 def best_fit(ask: Ask, node: NodeView) -> float:
-    """MostAllocated: the node on which least is left."""
+    """The score of MostAllocated, which prefers the node with the least left."""
     return -least_allocated(ask, node)
 
 
@@ -89,7 +90,8 @@ class _Debit:
 
 
 class Spillway(Policy):
-    """What the operator does: place, climb the ladder, remember in profiles, reserve until the metrics show it."""
+    """Does what the operator does: places, climbs the ladder, remembers in profiles, and reserves a pod's bytes until
+    the metrics show them."""
 
     def __init__(self) -> None:
         self._profiles: dict[str, MemoryProfile] = {}
@@ -171,7 +173,7 @@ class Spillway(Policy):
 
 
 def _failure(job: TrainingJob, attempt: int, ask: Ask, reason: str) -> MemoryFailure:
-    """As the operator reads it from the contract of an attempt."""
+    """Returns a failure as the operator reads it from the contract of an attempt."""
     spared = pod_resources(job.spec, ask.plan, 1).memory_bytes - ask.memory_bytes
     return MemoryFailure(attempt, reason, ask.plan, ask.memory_bytes, max(0, spared))
 
@@ -187,7 +189,7 @@ def asked(placed: Placement) -> Ask:
 
 
 def counted(job: TrainingJob, nodes: Sequence[NodeView]) -> Ask | None:
-    """What the operator asks for a job of whose model nothing is known; None: no node has room."""
+    """Returns what the operator requests for a job if it knows nothing of its model; None if no node has room."""
     placed = place(job, ClusterView(nodes=tuple(nodes)))
     return asked(placed) if isinstance(placed, Placement) else None
 
@@ -198,8 +200,8 @@ Score = Callable[[Ask, NodeView], float]
 
 
 class Requests(Policy):
-    """Requests alone: `factor` times what the operator counts without evidence; twice as much for a pod that was
-    killed, as far as a node has it, and as often as the operator tries."""
+    """Requests `factor` times what the operator counts without evidence. After a kill it requests twice as much, but at
+    most what the largest node has, and tries as often as the operator does."""
 
     def __init__(self, factor: float, score: Score) -> None:
         self._factor, self._score = factor, score
@@ -222,28 +224,28 @@ class Requests(Policy):
         return replace(own, memory_bytes=memory, weights={}, holds_tiers=False)
 
     def first(self, job: TrainingJob, own: Ask) -> int:
-        """Bytes for a job's first attempt."""
+        """Returns the bytes to request for a job's first attempt."""
         del job
         return int(self._factor * own.memory_bytes)
 
     def grown(self, requested: int) -> int:
-        """Bytes after a pod was killed."""
+        """Returns the bytes to request after a pod with `requested` bytes was killed."""
         return 2 * requested
 
     def score(self, ask: Ask, node: NodeView) -> float:
         return self._score(ask, node)
 
     def bound(self, number: int, now: float) -> None:
-        """It keeps no ledger."""
+        """Does nothing: this policy keeps no ledger."""
 
     def ended(self, number: int, job: TrainingJob, ask: Ask, ended: Ended, held: Mapping[str, int]) -> None:
-        """It learns nothing from one job for the next."""
+        """Does nothing: this policy learns nothing from earlier jobs."""
 
 
 class Dlrover(Requests):
-    """DLRover's rule: what jobs like this one took at most, and a fifth (its Brain's margin); without such jobs what
-    is counted, where DLRover has a constant of 16 GiB. Memory of a pod that was killed is doubled, by 8 GiB at most,
-    up to 64 GiB."""
+    """DLRover's rule: requests the most that jobs like this one took, plus a fifth (its Brain's margin). Without such
+    jobs it requests what is counted, where DLRover itself has a constant of 16 GiB. After a kill it doubles the memory,
+    adding at most 8 GiB, up to 64 GiB."""
 
     MARGIN = 0.2
     MOST_STEP_BYTES, MOST_BYTES = 8 * GIB, 64 * GIB

@@ -1,12 +1,13 @@
-"""A cluster under a trace of jobs, in virtual time: who fits at once, who runs out of memory, what is asked in vain.
+"""Simulates a cluster under a trace of jobs in virtual time: which jobs fit, run out of memory, and waste what they
+request.
 
-    a job arrives -> its policy decides what its pod asks -> it waits for a node that has room -> the attempt ends, or
-    runs out of memory -> the policy is told -> the job's next attempt, the model's next job
+    a job arrives -> the policy decides what its pod requests -> the pod waits for a node that has room -> the attempt
+    ends or runs out of memory -> the policy is told -> the job's next attempt, the model's next job
 
-Pure: the same arrivals, nodes and policy give the same outcome. What a job really takes (`Truth`) no policy sees. One
-pod a job, on CPU nodes. kube-scheduler is a filter by requests and the policy's scores; pods wait in the order in which
-they were created, and one that does not fit holds up none behind it. What a pod asks is decided once an attempt, when
-its Job is created, as the operator does it: what is learned later changes no pod that waits.
+Pure: the same arrivals, nodes and policy give the same outcome. No policy sees what a job really takes (`Truth`). Each
+job has one pod, on CPU nodes. kube-scheduler is a filter by requests and the policy's scores; pods wait in the order in
+which they were created, and a pod that does not fit does not block those behind it. The request of a pod is decided
+once per attempt, when its Job is created, as in the operator: what is learned later changes no waiting pod.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from spillway.placement.cluster_view import LiveBytes, NodeView
 from spillway.plan import MemoryPlan, Tier
 
 START_SECONDS = 30.0
-"""of an attempt before its first step: image, imports, group, checkpoint"""
+"""duration of an attempt before its first step: image, imports, process group, checkpoint"""
 METRICS_SECONDS = 15.0
 """between two readings of the nodes' free bytes"""
 RAN_OUT = {
@@ -39,25 +40,25 @@ class Truth:
     """What a job really takes."""
 
     tiers: Mapping[Tier, float] = field(default_factory=dict)
-    """times the predicted bytes; 1 where nothing is said"""
+    """held bytes of a tier over the predicted ones; 1 for a tier that is missing"""
     beside_bytes: int = 0
-    """of its pod, beside the tiers"""
+    """bytes of its pod beside the tiers"""
     building_bytes: int = 0
-    """until the corpus is built, before any tier is held"""
+    """bytes of its pod until the corpus is built, before it holds any tier"""
     cached_bytes: int = 0
-    """page cache besides, which the kernel takes back before it kills anybody"""
+    """page cache in addition, which the kernel takes back before it kills anything"""
     seconds: float = 1.0
-    """times the predicted seconds of a step"""
+    """seconds of a step over the predicted ones"""
 
     def held(self, plan: MemoryPlan, tier: Tier) -> int:
         return int(plan.bytes[tier].predicted * self.tiers.get(tier, 1.0))
 
     def needed_bytes(self, plan: MemoryPlan) -> int:
-        """Below which the kernel kills the pod: on a CPU the device's memory is host memory, too."""
+        """Returns the bytes below which the kernel kills the pod. On a CPU node device memory is host memory, too."""
         return max(self.building_bytes, self.beside_bytes + self.held(plan, Tier.DEVICE) + self.held(plan, Tier.HOST))
 
     def peak_bytes(self, plan: MemoryPlan, limit_bytes: int) -> int:
-        """As its cgroup counts, page cache included."""
+        """Returns the peak that its cgroup counts, including page cache."""
         return min(limit_bytes, self.needed_bytes(plan) + self.cached_bytes)
 
 
@@ -72,7 +73,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a policy asks for an attempt."""
+    """What a policy requests for an attempt."""
 
     plan: MemoryPlan
     memory_bytes: int
@@ -80,28 +81,28 @@ class Ask:
     ephemeral_bytes: int
     cores: float
     weights: Mapping[str, int] = field(default_factory=dict)
-    """preferred nodes"""
+    """weights of preferred nodes"""
     holds_tiers: bool = True
-    """the trainer is told the budgets, and raises where they end; else the kernel alone ends it"""
+    """whether the trainer knows the budgets and raises when they are exceeded; if not, only the kernel ends it"""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One attempt that is over."""
+    """One attempt that has ended."""
 
     job: int
-    """its place among the arrivals"""
+    """index of the job among the arrivals"""
     attempt: int
     node: str
     began_seconds: float
     ended_seconds: float
     reason: str | None
-    """why it ran out of memory; None: the job is complete"""
+    """why it ran out of memory; None if the job is complete"""
     requested_bytes: int
     peak_bytes: int
-    """of its cgroup, page cache included"""
+    """peak of its cgroup, including page cache"""
     used_bytes: int
-    """without what the kernel could have taken back; at most what was requested"""
+    """bytes without those that the kernel could have taken back; at most the requested ones"""
 
     @property
     def wasted_byte_seconds(self) -> float:
@@ -112,16 +113,18 @@ class Policy(Protocol):
     def ask(
         self, number: int, job: TrainingJob, failed: Sequence[tuple[Ask, str]], nodes: Sequence[NodeView], now: float
     ) -> Ask | None:
-        """For the attempt after those that `failed`, on nodes whose `live` says what is free; None: it is given up."""
+        """Returns what to request for the attempt after those in `failed`; None gives the job up. `live` of each node
+        says what is free."""
 
     def score(self, ask: Ask, node: NodeView) -> float:
-        """Of a node that has room; `live` says what is not requested there. The highest gets the pod."""
+        """Returns the score of a node that has room; the highest score gets the pod. `live` of the node says what is
+        not requested there."""
 
     def bound(self, number: int, now: float) -> None:
-        """The job's pod has a node."""
+        """Is told that the job's pod has a node."""
 
     def ended(self, number: int, job: TrainingJob, ask: Ask, ended: Ended, held: Mapping[str, int]) -> None:
-        """An attempt held so much of its tiers, and ran out or did not."""
+        """Is told how an attempt ended and how many bytes of each tier it held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +139,12 @@ class Outcome:
 
     @property
     def completed(self) -> float:
-        """Share of all jobs."""
+        """The share of all jobs that completed."""
         return 1.0 - len(self.given_up) / self.num_jobs
 
     @property
     def first_attempt_success(self) -> float:
-        """Share of all jobs."""
+        """The share of all jobs that completed in their first attempt."""
         return sum(one.reason is None and one.attempt == 1 for one in self.attempts) / self.num_jobs
 
     @property
@@ -150,7 +153,7 @@ class Outcome:
 
 
 def why_it_runs_out(ask: Ask, truth: Truth) -> str | None:
-    """Why the attempt ends in its first step; None: it does not."""
+    """Returns why the attempt runs out of memory in its first step; None if it does not."""
     limits = {Tier.DEVICE: ask.plan.budget[Tier.DEVICE], **{tier: ask.plan.slab_bytes(tier) for tier in SLABS}}
     if ask.holds_tiers:
         for tier, limit in limits.items():
@@ -167,7 +170,7 @@ SLABS = (Tier.HOST, Tier.NVME)
 
 @dataclass(slots=True)
 class _Waiting:
-    """A job that has no pod now."""
+    """A job that has no pod now, and its failed attempts."""
 
     number: int
     failed: tuple[tuple[Ask, str], ...] = ()
@@ -175,7 +178,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Node:
-    """What is not requested of it, and what its pods really hold."""
+    """A node: what is not requested on it, and what its pods really hold."""
 
     view: NodeView
     memory: int
@@ -203,7 +206,7 @@ class _Node:
 
 
 def simulate(arrivals: Sequence[Arrival], nodes: Sequence[NodeView], policy: Policy) -> Outcome:
-    """Plays the trace to its end. Raises ValueError without jobs or nodes, and for two nodes of one name."""
+    """Plays the trace to its end. Raises ValueError without jobs or nodes, and for two nodes with the same name."""
     if not arrivals or not nodes or len({view.name for view in nodes}) < len(nodes):
         raise ValueError(f"{len(arrivals)} jobs on {len(nodes)} nodes: both are needed, and names of their own")
     return _Cluster(arrivals, nodes, policy).run()
@@ -235,7 +238,7 @@ class _Cluster:
             else:
                 self._create(job, now)
             self._schedule(now)
-        self._given_up += [job.number for job, _ in self._pending]  # no event is left that could make room
+        self._given_up += [job.number for job, _ in self._pending]  # no event that could make room is left
         begin = min(arrival.seconds for arrival in self._arrivals)
         last = max((one.ended_seconds for one in self._attempts), default=begin)
         return Outcome(tuple(self._attempts), tuple(sorted(self._given_up)), len(self._arrivals), last - begin)
@@ -251,7 +254,7 @@ class _Cluster:
             self._pending.append((job, ask))
 
     def _metrics(self, now: float) -> tuple[NodeView, ...]:
-        """The nodes by the last reading, which may be METRICS_SECONDS old."""
+        """Returns the nodes by the last reading, which may be METRICS_SECONDS old."""
         if now - self._seen[0] >= METRICS_SECONDS:
             self._seen = (now, tuple(node.measured() for node in self._nodes.values()))
         return self._seen[1]
@@ -289,7 +292,7 @@ class _Cluster:
         arrival = self._arrivals[job.number]
         self._nodes[ended.node].take(ask, ended.peak_bytes, -1)
         self._attempts.append(ended)
-        # Of the first step, in which it ran out, a trainer reports nothing.
+        # An attempt that ran out did so in its first step, of which the trainer reports nothing.
         held = {tier.value: arrival.truth.held(ask.plan, tier) for tier in Tier if ended.reason is None}
         self._policy.ended(job.number, arrival.job, ask, ended, held)
         if ended.reason is not None:

@@ -1,19 +1,19 @@
-"""Traces of jobs for the placement benchmark: which jobs come when, and what they really take. Seeded; no effects but
-reading the recorded runs.
+"""Traces of jobs for the placement benchmark: which jobs arrive when, and what they really take. Seeded; the only
+effect is reading the recorded runs.
 
-Jobs are the recorded ones (traces/, record_placement.py), as they were written or with 2 or 4 times the layers; what
-they take beside their tiers, their page cache and their seconds are the recorded runs' own. What their device tier
-takes, in times what is predicted, is by trace:
+Jobs are the recorded ones (traces/, record_placement.py), unchanged or with 2 or 4 times the layers. What they take
+beside their tiers, their page cache and their seconds are those of the recorded runs. The ratio of the device tier's
+bytes to the predicted ones depends on the trace:
 
-  recorded     as that very run took, for the job exactly as it was recorded
-  xmem         errors of a median of 1.4 %: xMem (2025) says 91 % below earlier estimators, of which DNNMem is one
-  llmem        a mean of 3.0 %: LLMem (2024), on several GPUs
-  dnnmem       a mean of 16 %: DNNMem (2020)
-  adversarial  twice what is predicted, of device and host, for every model; no model comes twice; all come in bursts
+  recorded     that of the recorded run; the job is exactly as it was recorded
+  xmem         errors with a median of 1.4 %: xMem (2025) claims 91 % below earlier estimators, of which DNNMem is one
+  llmem        errors with a mean of 3.0 %: LLMem (2024), on several GPUs
+  dnnmem       errors with a mean of 16 %: DNNMem (2020)
+  adversarial  2, for device and host, for every model; no model comes twice; all jobs come in bursts
 
-The published figures are means or medians of the absolute error; its distribution is assumed normal around 0. An error
-belongs to a model, so that a plan is wrong again in the same way; between two runs of one job the recorded ones'
-differences are drawn.
+The published figures are means or medians of the absolute error, whose distribution is assumed to be normal around 0.
+Each model has its own error, so that its plans are always wrong in the same way. The differences between runs of one
+job are drawn from those of the recorded runs.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from spillway.units import GIB
 RECORDED = Path(__file__).parent / "traces" / "placement-2-core-vm.json"
 
 MEDIAN_OF_NORMAL, MEAN_OF_NORMAL = 0.6745, sqrt(2.0 / pi)
-"""of the absolute value, in standard deviations"""
+"""median and mean of the absolute value of a normal variable, in standard deviations"""
 DEVIATIONS = {
     "recorded": None,
     "xmem": (1.0 - 0.91) * 0.16 / MEDIAN_OF_NORMAL,
     "llmem": 0.030 / MEAN_OF_NORMAL,
     "dnnmem": 0.16 / MEAN_OF_NORMAL,
 }
-"""of the error of a model's predicted device bytes; None: what the runs showed"""
+"""standard deviation of the error of a model's predicted device bytes; None means the errors of the recorded runs"""
 REALISTIC = tuple(DEVIATIONS)
 ADVERSARIAL = "adversarial"
 TRACES = (*REALISTIC, ADVERSARIAL)
 
 NUM_JOBS = 120
 LOAD = 1.2
-"""the jobs' counted bytes times their seconds, over the nodes' bytes times those in which jobs arrive: some have to
-wait"""
+"""counted bytes of the jobs times their seconds, over bytes of the nodes times the seconds in which jobs arrive; above
+1, so that some jobs must wait"""
 NUM_BURSTS = 3
 WRONG = 2.0
-"""times what is predicted, in the adversarial trace"""
+"""real over predicted bytes in the adversarial trace"""
 RECURRING = 0.27
-"""share of groups that recur: with the sizes below 65 % of all jobs are of a group of at least five, as in Alibaba's
+"""share of groups with MANY jobs. With these sizes 65 % of all jobs are in a group of at least five, as in Alibaba's
 cluster (Weng et al., MLaaS in the Wild, 2022)"""
 FEW, MANY = (1, 4), (5, 20)
-"""jobs of a group: uniform"""
+"""least and largest number of jobs of a group; uniformly distributed"""
 LAYERS = (1, 2, 4)
 VARIANTS = 8
-"""of each job's vocabulary: models of nearly equal sizes that share no profile"""
+"""number of vocabulary sizes of each job, which make models of nearly equal sizes that share no profile"""
 MEDIAN_SECONDS, SPREAD = 600.0, 0.7
-"""of a job's training: lognormal, between the limits"""
+"""duration of a job's training: lognormal, between the limits"""
 SECONDS_LIMITS = (120.0, 1800.0)
 NODES = tuple(
     NodeView(
@@ -81,7 +81,7 @@ NODES = tuple(
 )
 """16 cores and 16 GiB, as n2-highcpu-16: memory is scarce"""
 CORES = 1.0
-"""that a pod requests, so that cores are not"""
+"""cores that a pod requests: few, so that cores are not scarce"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +90,27 @@ class Run:
 
     document: dict[str, Any]
     ratios: dict[Tier, float]
-    """of highest to planned bytes"""
+    """by tier: highest over planned bytes"""
     beside_bytes: int
     building_bytes: int
     cached_bytes: int
     seconds: float
-    """of a step, in times what is predicted"""
+    """seconds of a step over the predicted ones"""
     counted_bytes: int
-    """for its pod"""
+    """bytes that are counted for its pod"""
     used_bytes: int
-    """by its pod, without what the kernel could have taken back"""
+    """bytes that its pod used, without those that the kernel could have taken back"""
 
 
 def recorded_runs(file: Path = RECORDED) -> tuple[Run, ...]:
-    """Those that ended well."""
+    """Returns the recorded runs that succeeded."""
     runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
     return tuple(_run(one) for one in runs if one["exit_code"] == 0)
 
 
 def _run(found: dict[str, Any]) -> Run:
     pod, tiers = found["pod"], found["tiers"]
-    code = pod["file_pages_bytes"]  # on a fresh node the pod is charged for them, whoever was charged here
+    code = pod["file_pages_bytes"]  # on a fresh node the pod is charged for them, even if it was not here
     building, training = pod["anonymous_building_bytes"] + code, pod["anonymous_training_bytes"] + code
     in_memory = sum(use["peak_bytes"] for tier, use in tiers.items() if tier != Tier.NVME.value)
     most = max(pod["anonymous_building_bytes"], pod["anonymous_training_bytes"])
@@ -128,12 +128,12 @@ def _run(found: dict[str, Any]) -> Run:
 
 
 def user_factor(runs: Sequence[Run], slack: float) -> float:
-    """What a user requests, in times what is counted, whose pods leave the share `slack` unused."""
+    """Returns the requests of a user whose pods leave the share `slack` unused, over what is counted."""
     return median(run.used_bytes / run.counted_bytes for run in runs) / (1.0 - slack)
 
 
 def _noise(runs: Sequence[Run]) -> tuple[float, ...]:
-    """Device bytes of a run over the mean of all runs of that very job, where there are several."""
+    """For every job that was run several times: the device bytes of each run over the mean of the job's runs."""
     alike: dict[str, list[float]] = {}
     for run in runs:
         alike.setdefault(json.dumps(run.document["spec"]), []).append(run.ratios[Tier.DEVICE])
@@ -145,18 +145,18 @@ def _noise(runs: Sequence[Run]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Jobs of one model that differ by their seed alone."""
+    """Jobs of one model that differ only in their seeds."""
 
     document: dict[str, Any]
     truth: Truth
-    """before the noise of a run"""
+    """what its jobs take, before the noise of each run"""
     size: int
 
 
 def arrivals(
     trace: str, seed: int, runs: Sequence[Run], counted: Callable[[TrainingJob], Ask], num_jobs: int = NUM_JOBS
 ) -> list[Arrival]:
-    """The jobs of `trace`, by arrival. `counted`: what is planned for a job of whose model nothing is known."""
+    """Returns the jobs of `trace` by arrival. `counted` returns what is planned for a job of an unknown model."""
     random_ = random.Random(f"{trace}/{seed}")
     noise = (1.0,) if trace == ADVERSARIAL else _noise(runs)
     jobs: list[tuple[TrainingJob, Truth]] = []
@@ -212,13 +212,13 @@ def _truth(trace: str, random_: random.Random, run: Run, layers: int) -> Truth:
     if trace == ADVERSARIAL:
         tiers |= {Tier.DEVICE: WRONG, Tier.HOST: WRONG}
     elif deviation is not None:
-        # Of the estimate, as it is published: (predicted - real) / real.
+        # The published error is that of the estimate: (predicted - real) / real.
         tiers[Tier.DEVICE] = 1.0 / max(0.25, 1.0 + random_.gauss(0.0, deviation))
     return Truth(
         tiers=tiers,
         beside_bytes=run.beside_bytes,
         building_bytes=run.building_bytes,
-        cached_bytes=run.cached_bytes * layers,  # most of it are checkpoints
+        cached_bytes=run.cached_bytes * layers,  # most of it is checkpoints
         seconds=run.seconds,
     )
 

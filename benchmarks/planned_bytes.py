@@ -1,11 +1,11 @@
-"""Planned bytes of each tier beside those that runs counted: 25 jobs of all kinds, each through `spillway run`.
+"""Planned bytes of each tier compared with those that runs counted: 25 jobs of all kinds, each run by `spillway run`.
 
-A row of the table is ok where seen <= planned <= max(1.10 x seen, seen + 4 MiB). Seen is the highest of the peaks that
-the trainer counts step by step, planned the total of the plan: both as the run's own `-o json` says them. A job that
-ends otherwise than complete, or needs a second attempt, is a miss.
+A row of the table is ok if seen <= planned <= max(1.10 x seen, seen + 4 MiB). Seen is the highest of the peaks that the
+trainer counts in each step, planned is the total of the plan; both are from the run's own `-o json`. A job that does
+not complete, or needs a second attempt, is a miss.
 
-    python benchmarks/planned_bytes.py                  all, some minutes on two cores; exit code 1 on a miss
-    python benchmarks/planned_bytes.py --only t5 demo   some, by name
+    python benchmarks/planned_bytes.py                  all jobs, some minutes on two cores; exit code 1 on a miss
+    python benchmarks/planned_bytes.py --only t5 demo   some jobs, by name
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from spillway.units import MIB, format_bytes
 
 RATIO, SLACK_BYTES = 1.10, 4 * MIB
 TEXT = Path(spillway.__file__).parent
-"""Python, some hundred kilobytes"""
+"""the text of the jobs: Python source, a few hundred kilobytes"""
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SOURCE = "SOURCE"
-"""stands for the exported directory of DONOR"""
+"""placeholder for the directory to which DONOR is exported"""
 
 Document = dict[str, Any]
 
@@ -44,7 +44,7 @@ def job(
     training: Document | None = None,
     parallelism: Document | None = None,
 ) -> Document:
-    """A small job on TEXT: eight steps, an evaluation and a checkpoint after four."""
+    """Returns a small job on TEXT: eight steps, with an evaluation and a checkpoint every four."""
     spec: Document = {
         "model": {**({"config": config} if config else {}), **(model or {})},
         "data": {"text": {"path": str(TEXT)}, "evaluation": {"fraction": "0.05", "everySteps": 4}},
@@ -58,7 +58,7 @@ def job(
 
 
 def example(name: str, steps: int | None = None) -> Document:
-    """As it is in examples/, but for the number of steps."""
+    """Returns a job of examples/, with `steps` steps if given."""
     document: Document = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8"))
     training = document["spec"]["training"]
     if steps is not None:
@@ -68,7 +68,7 @@ def example(name: str, steps: int | None = None) -> Document:
 
 
 def readme() -> Document:
-    """ "Your own job", but for the text and the number of steps."""
+    """Returns the README's "Your own job", with another text and number of steps."""
     text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     document: Document = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     document["spec"]["data"]["text"]["path"] = str(TEXT)
@@ -97,7 +97,7 @@ def budget(device: str, host: str = "256Mi", nvme: str = "1Gi", **more: Any) -> 
 
 
 DONOR = job(GPT2, memory=budget("96Mi"), training={"steps": 2})
-"""what `source` jobs start from, exported"""
+"""the job whose exported model `source` jobs start from"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ JOBS: Mapping[str, Job] = {
     "2-ranks-zero2": Job(job(LLAMA, memory=budget("64Mi", "512Mi"), parallelism={"strategy": "Zero2"}), 2),
     "2-ranks-fsdp": Job(job(LLAMA, memory=budget("64Mi", "512Mi"), parallelism={"strategy": "Fsdp"}), 2),
 }  # fmt: skip
-"""fixed before any of their figures were seen"""
+"""the jobs were fixed before any of their figures was measured"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def spillway_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def exported_source(directory: Path) -> Path:
-    """The Hugging Face directory of DONOR, trained here."""
+    """Trains DONOR and returns the Hugging Face directory to which it is exported."""
     manifest, run, exported = directory / "donor.yaml", directory / "donor", directory / "source"
     manifest.write_text(yaml.safe_dump(DONOR), encoding="utf-8")
     for arguments in (
@@ -189,7 +189,7 @@ def exported_source(directory: Path) -> Path:
 
 
 def rows_of(name: str, directory: Path, source: Path | None) -> list[Row]:
-    """Of a run in a new directory. Raises RuntimeError where it did not complete in one attempt."""
+    """Runs a job in a new directory. Returns its rows; raises RuntimeError if it does not complete in one attempt."""
     wanted, manifest = JOBS[name], directory / f"{name}.yaml"
     manifest.write_text(yaml.safe_dump(wanted.document).replace(SOURCE, str(source)), encoding="utf-8")
     done = spillway_command(
@@ -205,7 +205,7 @@ def rows_of(name: str, directory: Path, source: Path | None) -> list[Row]:
 
 
 def measured(names: Sequence[str], directory: Path) -> Iterator[Row | str]:
-    """The rows of each, or what became of it."""
+    """Yields the rows of each job, or the reason why it has none."""
     source = exported_source(directory) if any(JOBS[name].needs_source for name in names) else None
     for name in names:
         try:

@@ -1,12 +1,11 @@
 """What the authors of Deep Optimizer States measured (arXiv 2410.21316), as data.
 
-Source of every row: their raw logs, github.com/mauryaavinash95/deep-optimizer-states-results, parsed anew; medians over
-iterations, the first two dropped. Four GPUs of one node, data parallel, ZeRO-3 with the optimizer on the CPU, sequence
-2048, micro-batch 1, activation checkpointing, subgroups of 1e8 parameters, every second of them updated on the GPU in
-the interleaved runs. The sizes in the names overstate; `num_parameters` are those that the logs count.
+Source of every row: their raw logs, github.com/mauryaavinash95/deep-optimizer-states-results, parsed by us; medians
+over iterations without the first two. Four GPUs of one node, data parallel, ZeRO-3 with the optimizer on the CPU,
+sequence 2048, micro-batch 1, activation checkpointing, subgroups of 1e8 parameters, every second of which is updated on
+the GPU in the interleaved runs. The names overstate the sizes; `num_parameters` is from the logs.
 
-Their interleaved runs do not train (the loss is that of uniform output), but the bytes that they move are those of runs
-that would.
+Their interleaved runs do not train (the loss is that of uniform output), but they move the same bytes as runs that do.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ VOCABULARY = 50304
 
 
 class Phases(NamedTuple):
-    """Seconds of one iteration; the logs have 0.3 to 0.6 s more in each, which is in no phase."""
+    """Seconds of the phases of an iteration. In the logs an iteration takes 0.3 to 0.6 s more, which is in no phase."""
 
     forward: float
     backward: float
@@ -33,14 +32,14 @@ class Phases(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run in three forms: DeepSpeed as it was; gradient copies that do not block ("flush"); and every second
-    subgroup updated on the GPU besides."""
+    """One run in three forms: original DeepSpeed ("base"); with non-blocking gradient copies ("flush"); and with every
+    second subgroup updated on the GPU in addition ("interleaved")."""
 
     gpu: GpuClass
     model: str
     num_parameters: float
     resident_share: float
-    """of the subgroups whose states stay on the GPU in all three forms"""
+    """share of the subgroups whose states stay on the GPU, in all three forms"""
     base: Phases
     flush: Phases
     interleaved: Phases
@@ -58,7 +57,7 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A llama with the published number of parameters: shape and feed-forward width are ours, within 1 %."""
+    """A llama with the published number of parameters within 1 %; shape and feed-forward width are our choice."""
 
     name: str
     num_parameters: float
@@ -67,7 +66,7 @@ class Model:
     intermediate_size: int
 
     def document(self) -> dict[str, object]:
-        """As in spec.model.config."""
+        """Returns the model as in spec.model.config."""
         return {
             "architecture": "llama",
             "hiddenSize": self.hidden_size,

@@ -1,16 +1,16 @@
-"""Records what real runs took beside what was planned for them: how far a placement may trust a plan.
+"""Records what real runs took and what was planned for them: shows how far placement may trust a plan.
 
     python benchmarks/record_placement.py benchmarks/traces/FILE.json        (Linux, root: memory cgroups are made)
 
-Trains each job of JOBS by `spillway run` on this machine, one after the other, in a memory cgroup of its own whose
-limit is what a pod of the job would have, and keeps of each: the job as it was written; planned and highest bytes of
-each tier; predicted and median seconds of a step; what is counted for the pod, and for it beside the tiers; the
-cgroup's own peak, page cache included; and by samples, before and after training began, the most anonymous and shared
-memory, and the most file pages of any process: libraries that are in the page cache already are charged to whoever read
-them first, which on a fresh node is the pod.
+Trains each job of JOBS by `spillway run` on this machine, one after the other, each in a memory cgroup of its own with
+the limit of a pod of the job. Records for each: the job as it was written; planned and highest bytes of each tier;
+predicted and median seconds of a step; what is counted for the pod, in all and beside the tiers; the cgroup's own peak,
+including page cache; and, from samples before and after training began, the most anonymous and shared memory. The most
+file pages of any process are recorded, too, because libraries that are already in the page cache are charged to the
+process that read them first, which on a fresh node is the pod's.
 
-Everything in the file is measured or was planned by this checkout; nothing is modelled. A run that fails is kept with
-its exit code and its plan alone, and the recorder then ends with 1.
+Everything in the file is measured, or planned by this checkout; nothing is modelled. Of a run that fails, only the job,
+its exit code and the figures of its pod are recorded, and the recorder exits with 1 at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
 class Recorded(NamedTuple):
-    """One job, small enough for a minute."""
+    """One job, small enough to run in a minute."""
 
     hidden_size: int
     num_layers: int
@@ -89,11 +89,11 @@ JOBS = (
     Recorded(512, 6, 4096, 128, 2, optimizer="Host"),
     Recorded(512, 6, 4096, 128, 2, optimizer="Host"),
 )
-"""the last six are repeated: how much two runs of one job differ"""
+"""the last six repeat earlier jobs, to show how much runs of one job differ"""
 
 
 def document(number: int, job: Recorded, text: str) -> dict[str, Any]:
-    """The TrainingJob as it is written to a file."""
+    """Returns the TrainingJob as it is written to a file."""
     config = {
         "architecture": "llama", "hiddenSize": job.hidden_size, "numLayers": job.num_layers, "numHeads": 8,
         "numKeyValueHeads": 4, "intermediateSize": 8 * (job.hidden_size // 3 // 8) * 8, "vocabSize": job.vocab_size,
@@ -120,14 +120,14 @@ def document(number: int, job: Recorded, text: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Pod:
-    """A memory cgroup, version 1 or 2, and what was seen of it."""
+    """A memory cgroup, version 1 or 2, and the highest samples of its memory."""
 
     path: Path
     is_v1: bool
     anonymous: dict[str, int] = field(default_factory=lambda: {"building": 0, "training": 0})
-    """by what was going on: the most anonymous and shared memory of all samples"""
+    """by phase: the most anonymous and shared memory of all samples"""
     file_pages: int = 0
-    """of the process that mapped most of them"""
+    """bytes of file pages of the process that mapped the most"""
 
     def limit(self, num_bytes: int) -> None:
         (self.path / ("memory.limit_in_bytes" if self.is_v1 else "memory.max")).write_text(str(num_bytes))
@@ -212,7 +212,7 @@ def record(number: int, job: Recorded, directory: Path) -> dict[str, Any]:
 
 
 def _plan(run: RunDirectory) -> MemoryPlan | None:
-    with suppress(OSError, ValueError):  # not there, or half of it
+    with suppress(OSError, ValueError):  # the file is missing, or half written
         return MemoryPlan.model_validate_json(run.plan_file.read_text(encoding="utf-8"))
     return None
 

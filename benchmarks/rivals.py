@@ -1,7 +1,7 @@
-"""Rivals that the house does not depend on, installed once into build/rivals, beside the environment and not in it.
+"""Installs rivals that this project does not depend on: once, into build/rivals, outside of the virtual environment.
 
 `deepspeed()` puts DeepSpeed on the path of this process. It is a source distribution whose operators are compiled on
-first use (a minute or two each); both steps happen once per checkout and say so.
+first use (a minute or two each). Both installing and compiling happen once per checkout and print a line.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ NEEDS = ("einops", "hjson", "msgpack", "psutil", "py-cpuinfo", "tqdm")
 
 
 def deepspeed() -> None:
-    """After this `import deepspeed` works in this process: on the CPU, one rank, operators built under build/rivals."""
+    """Makes `import deepspeed` work in this process: on the CPU, with one rank. Builds operators under build/rivals."""
     site = RIVALS / "site"
     if not (site / "deepspeed").is_dir():
         _install(site)
-    sys.path.append(str(site))  # behind the environment: its torch and numpy are the ones that are compared
+    sys.path.append(str(site))  # last, so that torch and numpy are the environment's
     extensions = RIVALS / "extensions"
     extensions.mkdir(parents=True, exist_ok=True)
-    # Until this process ends: benchmarks beside each other would measure each other. So nobody is building now, and a
-    # lock that is there was left by a build that was killed; the next one would wait for it for ever.
+    # Held until this process ends, because benchmarks that run at the same time would disturb each other. So nothing
+    # else is building now, and a build's lock was left by a killed build; the next one would wait for it forever.
     fcntl.flock(os.open(RIVALS / "turn", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC), fcntl.LOCK_EX)
     for lock in extensions.glob("*/lock"):
         lock.unlink()

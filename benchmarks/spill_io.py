@@ -1,20 +1,20 @@
-"""The spill file's I/O against fio and DeepSpeed's asynchronous I/O: one file, O_DIRECT, equal requests in flight.
+"""The spill file's I/O compared with fio and DeepSpeed's asynchronous I/O: same file, O_DIRECT, same queue depth.
 
 Requests of 4 MiB, 8 in flight (mixed: a reader and a writer with 4 each), 256 MiB a run. Ours is the engine of a spill
-file on a host slab, **with checksums**: every byte written is summed, every byte read is summed and compared. Rivals
-move as many bytes in the same file and sum nothing, but for `fio, crc`.
+file on a host slab, **with checksums**: of every byte that is written, and of every byte that is read, which are
+compared. Rivals move as many bytes in the same file without checksums, except `fio, crc`.
 
-  fio        its best engine of libaio, io_uring (plain, with registered buffers) and threads (psync), chosen for each
-             kind of transfer by rounds of its own before those that count. Its memory is its default (malloc, small
+  fio        the best of its engines libaio, io_uring (plain, with registered buffers) and threads (psync), chosen for
+             each kind of transfer in separate rounds before those that count. Its memory is its default (malloc, small
              pages); its buffers are filled once and never touched again.
-  fio, huge  the same choice on huge pages, which ours has and fio takes only by a setting of glibc. Not with --quick.
-  fio, crc   fio's read with verify=crc32c: the work that ours does. Not with --quick.
-  DeepSpeed  aio_handle on its own locked buffers, the better of 1 and 4 threads.
+  fio, huge  the same choice with huge pages, which ours uses and fio only with a setting of glibc. Not with --quick.
+  fio, crc   fio's read with verify=crc32c: the same work as ours. Not with --quick.
+  DeepSpeed  aio_handle with its own locked buffers, the better of 1 and 4 threads.
 
-All is measured, nothing modelled. CPU seconds of ours are those of the whole process, of fio those of its I/O threads.
-`cpu_seconds_per_gb_vs_fio` is with our checksums; `cpu_system_vs_fio` counts the kernel's part of both
-alone, which is where bytes are moved (ours has little else but checksums in user mode). For both, less is better.
-SPILL_IO_DIRECTORY names the directory (default: this one) on the disk to be measured; 1.3 GiB are needed.
+Everything is measured, nothing is modelled. CPU seconds are those of the whole process for ours, and those of the I/O
+threads for fio. `cpu_seconds_per_gb_vs_fio` includes our checksums; `cpu_system_vs_fio` compares only CPU seconds in
+the kernel, which moves the bytes (in user mode ours does little else than checksums). For both, less is better.
+SPILL_IO_DIRECTORY names the directory (default: this one) on the disk to measure; it needs 1.3 GiB.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ DIRECTORY = Path(os.environ.get("SPILL_IO_DIRECTORY", "."))
 REQUEST_BYTES = 4 * MIB
 QUEUE_DEPTH = 8
 REGION_BYTES = 256 * MIB
-"""what one run moves, in a region of its own: ours, fio, DeepSpeed, fio with checksums"""
+"""bytes that one run moves; ours, fio, DeepSpeed and fio with checksums each have a region of their own"""
 BATCH_BYTES = REGION_BYTES
-"""what one call of ours and of DeepSpeed moves"""
+"""bytes that one call of ours or of DeepSpeed moves"""
 KINDS = ("write", "read", "mixed")
 FIO_ENGINES: Mapping[str, tuple[str, ...]] = {
     "libaio": ("--ioengine=libaio", f"--iodepth={QUEUE_DEPTH}"),
@@ -65,7 +65,7 @@ HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class Cost(NamedTuple):
-    """Of one run, which moves REGION_BYTES."""
+    """The cost of one run, which moves REGION_BYTES."""
 
     seconds: float
     user_seconds: float
@@ -88,12 +88,12 @@ def measured(run: Callable[[], object]) -> Cost:
 
 
 def fill(memory: Tensor) -> None:
-    """With bytes that no disk can compress within a request."""
+    """Fills `memory` with random bytes, which no disk can compress within a request."""
     memory.view(-1, REQUEST_BYTES).copy_(torch.randint(0, 256, (REQUEST_BYTES,), dtype=torch.uint8))
 
 
 class Ours:
-    """Through the engine of our spill files."""
+    """Moves region 0 by the engine of our spill files."""
 
     def __init__(self, path: Path) -> None:
         self._begin = 0
@@ -136,14 +136,14 @@ class Ours:
         written.result()
 
     def checksums(self) -> None:
-        """What a run of any kind sums, and nothing else."""
+        """Computes the checksums of one run of any kind, and moves nothing."""
         for _ in range(REGION_BYTES // BATCH_BYTES):
             for at in range(0, BATCH_BYTES, REQUEST_BYTES):
                 native.crc32c(self._buffers[0][at : at + REQUEST_BYTES])
 
 
 def fio(path: Path, kind: str, engine: str, *, huge: bool = False, region: int = 1, verify: str = "") -> Cost:
-    """One run, with the seconds that fio itself counts: its start is left out."""
+    """Runs fio once. The seconds are those that fio itself counts, without its start."""
     num_jobs = QUEUE_DEPTH if engine == "threads" else 1
     share = REGION_BYTES // num_jobs
     command = [
@@ -163,7 +163,7 @@ def fio(path: Path, kind: str, engine: str, *, huge: bool = False, region: int =
 
 
 def fastest(runs: Mapping[str, Run], num_rounds: int) -> str:
-    """By the median of seconds."""
+    """Returns the name of the run with the least median of seconds."""
     costs: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(num_rounds):
         for name, run in runs.items():
@@ -172,7 +172,7 @@ def fastest(runs: Mapping[str, Run], num_rounds: int) -> str:
 
 
 class DeepSpeed:
-    """Region 2, by aio_handle."""
+    """Moves region 2 by aio_handle."""
 
     def __init__(self, path: Path, aio: Any, num_threads: int) -> None:
         self._path = str(path)
@@ -191,7 +191,8 @@ class DeepSpeed:
 
 
 def deepspeed(path: Path) -> dict[str, DeepSpeed]:
-    """By number of threads; none, and a sentence, where its operator cannot be built."""
+    """Returns DeepSpeed's contestants by number of threads. If its operator cannot be built, prints why and returns
+    none."""
     rivals.deepspeed()
     from deepspeed.ops.op_builder import AsyncIOBuilder  # noqa: PLC0415
 
@@ -207,7 +208,7 @@ def deepspeed(path: Path) -> dict[str, DeepSpeed]:
 
 @contextmanager
 def spill_file(directory: Path) -> Iterator[Path]:
-    """A preallocated file with a name, so that rivals can open it; every block written once."""
+    """Yields a preallocated file in which every block was written once. It has a name, so that rivals can open it."""
     present = set(directory.glob("slab-*"))
     file = SpillFile(directory, NUM_REGIONS * REGION_BYTES, listed=True)
     try:
@@ -222,7 +223,7 @@ def spill_file(directory: Path) -> Iterator[Path]:
 
 
 def contestants(path: Path, quick: bool) -> dict[str, Run]:
-    """(kind, who) -> run; the kinds one after the other, so that what is compared runs close together."""
+    """Returns the runs by "kind, contestant". Runs of a kind are adjacent, so that compared runs are close in time."""
     num_rounds = 1 if quick else 5
     theirs, has_fio = deepspeed(path), shutil.which("fio") is not None
     if not theirs and not has_fio:
@@ -262,7 +263,7 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def figures(costs: Mapping[str, list[Cost]], engine: str) -> dict[str, float]:
-    """Prints the table."""
+    """Prints the table and returns the figures."""
     gigabytes = REGION_BYTES / 1e9
     print(f"\n{'':>28}  GB/s  CPU s/GB  kernel's  ours is faster by [interval of the median ratio]")
     found: dict[str, float] = {}
@@ -283,10 +284,10 @@ def figures(costs: Mapping[str, list[Cost]], engine: str) -> dict[str, float]:
             continue
         name, of_kinds = FIGURE_NAMES[who], f"ours over that of {who}, {' + '.join(kinds)}"
         ours, theirs = ([sum(map(CPU, runs)) for runs in together(costs, kinds, w)] for w in (engine, who))
-        ratio = paired.paired_ratio(theirs, ours)  # the rival's first: seconds that we need, not our speed
+        ratio = paired.paired_ratio(theirs, ours)  # the rival's first: gives our seconds over theirs, not our speed
         print(f"CPU seconds of {of_kinds}: {ratio}")
         found |= {f"cpu_seconds_per_gb_vs_{name}": ratio.median, f"cpu_seconds_per_gb_vs_{name}_high": ratio.high}
-        # Of all rounds: the kernel's share of one run is some ticks of its clock, or none.
+        # Summed over all rounds, because the kernel's time in one run is a few ticks of its clock or none.
         system = [sum(sum(map(SYSTEM, runs)) for runs in together(costs, kinds, w)) for w in (engine, who)]
         found[f"cpu_system_vs_{name}"] = system[0] / system[1]
         print(f"kernel's CPU seconds of {of_kinds}: {system[0] / system[1]:.3f}")
@@ -294,7 +295,7 @@ def figures(costs: Mapping[str, list[Cost]], engine: str) -> dict[str, float]:
 
 
 def together(costs: Mapping[str, list[Cost]], kinds: list[str], who: str) -> Iterator[tuple[Cost, ...]]:
-    """Of each round, its run of every kind."""
+    """Yields for each round the contestant's runs of all `kinds`."""
     return zip(*(costs[f"{kind}, {who}"] for kind in kinds), strict=True)
 
 

@@ -1,17 +1,19 @@
-"""Predicted against measured seconds of a step, after calibration, for jobs that calibration has not seen.
+"""Predicted and measured seconds of a step, after calibration, for jobs that calibration has not seen.
 
 The cells of `spillway calibrate` and other jobs (other sizes, micro-batches, placements, activation policies) train
-step by step in turn, so that a busy moment hits all of them. Then three profiles are made of the measurements and the
-planner predicts every other job with each:
+step by step in turn, so that a busy moment affects all of them. From the measurements three profiles are made, and the
+planner predicts each of the other jobs with each profile:
 
   catalog  nothing measured: the rates of the catalog's CPU node
   probe    `spillway calibrate`: prices fitted to its own cells
-  run      `spillway calibrate --from`: the probe's profile corrected by the first of the other jobs, which is left out
+  run      `spillway calibrate --from`: the probe's profile corrected by the first of the other jobs, which is then not
+           counted
 
-measured is the median step; predicted over measured is printed, and the goal is 0.75 to 1.25 (1 / 1.25 to 1.25 counts).
-Everything is measured; the predictions are the model that is judged. A machine that does other work meanwhile disturbs
-what is measured: the load is printed, and `noise` is the middle half of a job's steps around its median, at worst.
-STEP_TIME_DIRECTORY names the directory to spill to (default: this one).
+measured is the median step. Predicted over measured is printed; the goal is 0.75 to 1.25 (a job counts as within 25 %
+from 1 / 1.25 to 1.25). The measurements are real; the predictions are what this benchmark judges. If the machine does
+other work meanwhile, the measurements are disturbed: the load is printed, and `noise` is half of the interquartile
+range of a job's steps over their median, for the worst job. STEP_TIME_DIRECTORY names the directory to spill to
+(default: this one).
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ def summary(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def calibrated(figures: probe.Figures, references: Sequence[Mapping[str, Any]], threads: int) -> NodeSpec:
-    """What `spillway calibrate` would write, and a plan would read."""
+    """Returns the node that `spillway calibrate` would write and a plan would read."""
     node = probed_node({"figures": figures}, threads)
     samples = [sample for cell in references for sample in samples_of(cell)]
     node = priced(node, fitted(samples, rank_rates(node, 1, 1, "bfloat16"), fastest(figures)))
@@ -112,7 +114,7 @@ def calibrated(figures: probe.Figures, references: Sequence[Mapping[str, Any]], 
 
 
 def corrected_by(node: NodeSpec, job: Mapping[str, Any]) -> NodeSpec:
-    """What `spillway calibrate --from` would make of it."""
+    """Returns the node that `spillway calibrate --from` would make from `node` and `job`."""
     found = corrections(job["work"], rank_rates(node, 1, 1, job["compute"]), measured(job))
     return corrected(node, found)
 

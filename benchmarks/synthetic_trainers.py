@@ -1,7 +1,7 @@
-"""What surrounds an operator in benchmarks/operator_scale.py and is not real: trainers, ends of pods, a Prometheus.
+"""The fakes around the operator in benchmarks/operator_scale.py: trainers, ends of pods, a Prometheus.
 
-Trainers are one coroutine each. It posts to the operator's own endpoint over HTTPS, on a connection that it keeps, with
-a token that the API server issued for its pod: what the operator checks, it checks as ever.
+Each trainer is one coroutine. It posts to the operator's own endpoint over HTTPS, on a connection that it keeps, with a
+token that the API server issued for its pod. So the operator makes all of its usual checks.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ JOBS_PATH = "/apis/spillway.dev/v1alpha1/trainingjobs"
 NUM_CONNECTIONS = 16
 PAGE_SIZE = "500"
 POST_SECONDS = 15.0
-"""between two posts of one trainer; a real one posts every 5 s"""
+"""seconds between two posts of a trainer; a real one posts every 5 s"""
 LONGEST_LINE = 1 << 20
-"""bytes of an event of a watch"""
+"""the most bytes that an event of a watch may have"""
 STEPS_A_POST = 10
 PROGRESS_FIELDS = frozenset({"progress", "memory", "checkpoint", "members", "bestMember"})
 PROGRESS_CONDITIONS = frozenset({"Progressing", "CheckpointsDurable"})
-"""what a report alone can change"""
+"""fields and conditions of a status that only progress reports change"""
 
 
 class Server:
-    """The API server as its administrator, who is exempt from priority and fairness."""
+    """A client of the API server with the administrator's rights, who is exempt from priority and fairness."""
 
     def __init__(self, address: str, credentials: ssl.SSLContext) -> None:
         self._address, self._credentials = address, credentials
 
     async def __aenter__(self) -> Server:
-        connector = aiohttp.TCPConnector(limit=NUM_CONNECTIONS + 1, ssl=self._credentials)  # and the watch
+        connector = aiohttp.TCPConnector(limit=NUM_CONNECTIONS + 1, ssl=self._credentials)  # one more for the watch
         self._session = aiohttp.ClientSession(connector=connector, read_bufsize=LONGEST_LINE)
         self._limit = asyncio.Semaphore(NUM_CONNECTIONS)
         return self
@@ -62,7 +62,7 @@ class Server:
         return await self._send("PATCH", path, body, "application/merge-patch+json")
 
     async def items(self, path: str, **query: str) -> list[Document]:
-        """All objects of a list, page by page."""
+        """Returns all objects of a list, which it reads page by page."""
         found: list[Document] = []
         wanted = {"limit": PAGE_SIZE, **query}
         while True:
@@ -74,7 +74,8 @@ class Server:
             wanted["continue"] = following
 
     async def events(self, path: str, since: str) -> AsyncIterator[tuple[str, Document]]:
-        """A watch, until the API server ends it: types and objects after resourceVersion `since`, or all there are."""
+        """Watches until the API server ends the watch. Yields types and objects after resourceVersion `since`, or all
+        present ones first if it is empty."""
         wanted, timeout = {"watch": "1", "resourceVersion": since}, aiohttp.ClientTimeout(total=None)
         async with self._session.get(self._address + path, params=wanted, timeout=timeout) as answer:
             if answer.status != 200:
@@ -103,20 +104,20 @@ async def _checked(answer: aiohttp.ClientResponse) -> Document:
 
 
 def lifecycle(status: Mapping[str, Any]) -> Document:
-    """A status without what a progress report alone can change."""
+    """Returns a status without the parts that only progress reports change."""
     kept = {name: value for name, value in status.items() if name not in PROGRESS_FIELDS}
     conditions = status.get("conditions") or ()
     return kept | {"conditions": [one for one in conditions if one["type"] not in PROGRESS_CONDITIONS]}
 
 
 def is_progress(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether a status write was made for a report and for nothing else."""
+    """Whether a status write was made only for a progress report."""
     return before != after and lifecycle(before) == lifecycle(after)
 
 
 @dataclass(slots=True)
 class Statuses:
-    """Every status that the API server ever held of the TrainingJobs, as a watch of our own delivers them."""
+    """The newest statuses of the TrainingJobs, and how often they were written, by a watch of this benchmark."""
 
     newest: dict[Key, Document] = field(default_factory=dict)
     progress_writes: Counter[str] = field(default_factory=Counter)
@@ -124,7 +125,8 @@ class Statuses:
     other_writes: Counter[str] = field(default_factory=Counter)
 
     async def follow(self, server: Server) -> None:
-        """For ever. The API server ends a watch when it likes, and when a CRD has only begun: the next one goes on."""
+        """Watches forever. The API server may end a watch at any time, and does so soon after a CRD is created; then
+        the next watch continues."""
         since = ""
         while True:
             async for kind, found in server.events(JOBS_PATH, since):
@@ -152,16 +154,16 @@ class Statuses:
 
 @dataclass(slots=True)
 class Trainers:
-    """Rank 0 of each job. `posts` counts answers by HTTP status, 0 = none."""
+    """The fake rank 0 of each job. `posts` counts answers by HTTP status; 0 means no answer."""
 
     server: Server
     statuses: Statuses
     url: str
     server_name: str
-    """in the endpoint's certificate"""
+    """name in the endpoint's certificate"""
     trust: ssl.SSLContext
     num_steps: int
-    """that a job trains, which no trainer here reaches"""
+    """number of steps of a job, which no trainer here reaches"""
     posts: Counter[int] = field(default_factory=Counter)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -175,7 +177,7 @@ class Trainers:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def begin(self, namespace: str) -> None:
-        """One for the first pod of each job of a namespace, spread over the time between two posts."""
+        """Starts a trainer for the first pod of each job of a namespace. Their posts are spread over POST_SECONDS."""
         first = "batch.kubernetes.io/job-completion-index=0"
         pods = await self.server.items(f"/api/v1/namespaces/{namespace}/pods", labelSelector=first)
         tokens = await asyncio.gather(*(self._token(pod["metadata"]) for pod in pods))
@@ -185,7 +187,7 @@ class Trainers:
             self._tasks.append(asyncio.create_task(trainer, name=f"trainer {key[1]}"))
 
     async def _token(self, pod: Document) -> str:
-        """As the kubelet has one made for the pod's volume."""
+        """Requests a token as the kubelet does for the pod's volume."""
         bound = {"apiVersion": "v1", "kind": "Pod", "name": pod["name"], "uid": pod["uid"]}
         wanted = {"audiences": [TOKEN_AUDIENCE], "expirationSeconds": 3600, "boundObjectRef": bound}
         path = f"/api/v1/namespaces/{pod['namespace']}/serviceaccounts/default/token"
@@ -197,7 +199,7 @@ class Trainers:
         peak = {tier: peak_bytes(held, key) for tier, size in planned.items() if (held := parse_quantity(str(size)))}
         step = 0
         await asyncio.sleep(wait)
-        # One's own: trainers share no connection.
+        # Each trainer has a connection of its own.
         connector = aiohttp.TCPConnector(limit=1, ssl=self.trust, keepalive_timeout=4 * POST_SECONDS)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=10)) as session:
             while True:
@@ -216,7 +218,7 @@ class Trainers:
 
 
 def peak_bytes(planned: int, key: Key) -> int:
-    """A peak below the plan that no other job of the profile has: each has something to say to it."""
+    """Returns a peak below the planned bytes that no other job of the profile has, so that each job gives it news."""
     number = int(key[1].rpartition("-")[2])
     return planned * 9 // 10 + number
 
@@ -230,7 +232,7 @@ def report(step: int, num_steps: int, peak: Mapping[str, int]) -> Document:
 
 
 async def end_pods(server: Server, namespace: str) -> None:
-    """Every pod of a namespace has succeeded, in the words of the API; nothing ever ran."""
+    """Sets the phase of every pod of a namespace to Succeeded; nothing ever ran in them."""
     pods = await server.items(f"/api/v1/namespaces/{namespace}/pods")
     ended = {"status": {"phase": "Succeeded"}}
     path = f"/api/v1/namespaces/{namespace}/pods"
@@ -242,7 +244,7 @@ async def end_pods(server: Server, namespace: str) -> None:
 
 @asynccontextmanager
 async def prometheus(nodes: Iterable[str], host_bytes: int, disk_bytes: int) -> AsyncIterator[str]:
-    """Its URL. It answers the operator's queries with the same free bytes for every node, for ever."""
+    """Runs a fake Prometheus and yields its URL. It always reports the same free bytes for every node."""
     names = list(nodes)
 
     async def query(request: web.Request) -> web.Response:

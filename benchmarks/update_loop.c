@@ -1,4 +1,4 @@
-/* A whole update in one call: our kernel over all chunks in forward order, without lanes, events or Python. */
+/* Makes a whole update in one call: our kernel over all chunks in forward order, without lanes, events or Python. */
 #include "spillway.h"
 
 struct piece {

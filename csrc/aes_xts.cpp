@@ -37,7 +37,7 @@ constexpr Boxes make_boxes() {
 constexpr Boxes kBoxes = make_boxes();
 
 // Row r of the mixed column is the sum of factors[(c - r) mod 4] * column[c].
-using Factors = std::array<std::array<uint8_t, 256>, 4>;  // table of products by each factor
+using Factors = std::array<std::array<uint8_t, 256>, 4>;  // for each factor, the table of products by it
 
 constexpr Factors make_factors(uint8_t a, uint8_t b, uint8_t c, uint8_t d) {
   Factors factors{};
@@ -66,7 +66,7 @@ void add(uint8_t block[kAesBlock], const uint8_t* other) {
   for (size_t i = 0; i < kAesBlock; ++i) block[i] ^= other[i];
 }
 
-// Bytes are in columns: byte i is of row i mod 4. Rows are turned to the left by encryption, to the right by decryption.
+// Bytes are stored by columns: byte i is in row i mod 4. Encryption rotates rows to the left, decryption to the right.
 void cipher(const AesKey& key, bool encrypts, uint8_t block[kAesBlock]) {
   const std::array<uint8_t, 256>& box = encrypts ? kBoxes.forward : kBoxes.inverse;
   add(block, key.round);
@@ -112,7 +112,7 @@ AesKey inverted(const AesKey& key) {
   return made;
 }
 
-// Times x in GF(2^128), modulo x^128 + x^7 + x^2 + x + 1; the lowest byte first.
+// Multiplies by x in GF(2^128), modulo x^128 + x^7 + x^2 + x + 1; the lowest byte comes first.
 void double_tweak(uint8_t tweak[kAesBlock]) {
   unsigned carry = 0;
   for (size_t i = 0; i < kAesBlock; ++i) {

@@ -1,5 +1,5 @@
-// AES-XTS by the processor's instructions, eight blocks at a time: one has a latency of four cycles and a throughput of
-// one or two a cycle. Compiled with -maes -msse4.1.
+// AES-XTS by the processor's instructions, eight blocks at a time, because one instruction has a latency of four cycles
+// and a throughput of one or two per cycle. Compiled with -maes -msse4.1.
 #include <cpuid.h>
 #include <wmmintrin.h>
 
@@ -10,7 +10,8 @@ namespace {
 
 constexpr size_t kWide = 8;
 
-// Times x: what leaves the upper bit of each half goes into the other, into the lowest as x^7 + x^2 + x + 1.
+// Multiplies by x: the bit shifted out of the low half enters the high half, and that out of the high half enters the
+// low half as x^7 + x^2 + x + 1.
 __m128i doubled(__m128i tweak) {
   const __m128i signs = _mm_srai_epi32(_mm_shuffle_epi32(tweak, 0x13), 31);
   return _mm_xor_si128(_mm_add_epi64(tweak, tweak), _mm_and_si128(signs, _mm_set_epi64x(1, 0x87)));
@@ -50,7 +51,7 @@ void crypt_all(const AesKey& key, const uint8_t* src, uint8_t* dst, size_t num_b
 
 }  // namespace
 
-// Older compilers' __builtin_cpu_supports does not know it.
+// __builtin_cpu_supports of older compilers does not know AES-NI.
 bool aesni_available() {
   unsigned int eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_AES) != 0;

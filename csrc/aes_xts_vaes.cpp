@@ -10,7 +10,8 @@ namespace {
 
 constexpr size_t kVectors = 4, kPerVector = 4, kWide = kVectors * kPerVector, kVectorBytes = kPerVector * kAesBlock;
 
-// Each of four tweaks times x^4: the upper four bits of each half go into the other, into the lowest times 0x87.
+// Multiplies each of four tweaks by x^4: the upper four bits of the low half enter the high half, and those of the high
+// half enter the low half times 0x87.
 __m512i times_x4(__m512i tweaks) {
   const __m512i carried = _mm512_srli_epi64(tweaks, 60);
   const __m512i to_low = _mm512_bsrli_epi128(carried, 8), to_high = _mm512_bslli_epi128(carried, 8);

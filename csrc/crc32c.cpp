@@ -51,7 +51,7 @@ uint32_t crc32c(uint32_t crc, const void* bytes, size_t nbytes) {
   return crc32c_software(crc, bytes, nbytes);
 }
 
-// Reflected: bit 31 is x^0.
+// Residues are reflected: bit 31 is x^0.
 uint32_t crc32c_multiply(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (; a != 0; a <<= 1) {

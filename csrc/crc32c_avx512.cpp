@@ -10,11 +10,12 @@ namespace {
 
 constexpr size_t kVector = 64, kBlock = 4 * kVector;
 
-// Far enough to hide a cache miss: on the machine of benchmarks/results a sixth faster on data that lies in memory.
+// Far enough to hide a cache miss: on the machine of benchmarks/results, this is a sixth faster on data in main memory.
 constexpr size_t kPrefetch = 2048;
 
-// Moves a 128-bit remainder `distance` bytes along the message: its low half is x^32 further from the end than that, its
-// high half x^32 nearer; reflected, with the extra bit that a product of two reflected numbers needs.
+// Factors that move a 128-bit remainder `distance` bytes along the message. Its low half is x^32 further from the end
+// than `distance`, its high half x^32 nearer. The factors are reflected and have the extra bit that a product of two
+// reflected numbers needs.
 __m512i fold_factors(size_t distance) {
   const auto low = static_cast<int64_t>(uint64_t{crc32c_zeros_factor(distance + 4)} << 1);
   const auto high = static_cast<int64_t>(uint64_t{crc32c_zeros_factor(distance - 4)} << 1);

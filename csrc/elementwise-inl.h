@@ -1,21 +1,23 @@
-// Included by elementwise_<isa>.cpp inside `namespace spillway::<isa>`, after its Vector. No include guard and no other
-// header's inline function in here: a function shared between the files could be kept by the linker in its AVX-512
-// form for every machine.
+// Included by elementwise_<isa>.cpp inside `namespace spillway::<isa>`, after its Vector. It has no include guard and
+// uses no inline function of another header: the linker could keep the AVX-512 form of a shared function for every
+// machine.
 //
 // Vector: kLanes float32 values; load, load_pairs (2 * kLanes bfloat16 values in any order), store, broadcast, + - * /,
-// sqrt, sign (1, -1, or a zero or NaN itself) and quiet (NaN -> 0x7FC00000), each operation rounded once. A float16 that
-// is loaded may be any NaN. Stores of bfloat16 (by integers) and float16 round to nearest even and expect a quiet value.
-// `stream` writes past the cache: kLanes float32 values to a multiple of their own size, or a whole line of the small
-// types. prefetch, prefetch_to_write and stream's way past the cache may do nothing.
+// sqrt, sign (1, -1, or a zero or NaN itself) and quiet (NaN -> 0x7FC00000), each operation rounded once. Loading a
+// float16 NaN may give any NaN. Stores of bfloat16 (by integer operations) and float16 round to nearest even and expect
+// a quiet value. `stream` writes past the cache: kLanes float32 values to an address that is a multiple of their size,
+// or a whole line of the small types. prefetch and prefetch_to_write may do nothing, and `stream` may write through the
+// cache.
 // Doubles: kLanes float64 values; load from float32, broadcast, store, + - *.
 
 constexpr int64_t kLineBytes = 64;
 // Values per block: one cache line of bfloat16, two of float32.
 constexpr int64_t kBlock = 32;
-// 2 KiB of float32, half a page. Measured: 256 to 1024 differ by less than 3 %; none costs 10 to 15 %.
+// 2 KiB of float32, half a page. Measured: 256 to 1024 differ by less than 3 %; no prefetch costs 10 to 15 %.
 constexpr int64_t kPrefetchAhead = 512;
 
-// As arithmetic takes it: conversions of float16 differ in the payloads of NaNs, so those are declared.
+// Loads a gradient for arithmetic. Conversions of float16 differ in the payloads of NaNs, so these become the declared
+// NaN.
 template <class Gradient>
 static inline Vector load_gradient(const Gradient* at) {
   return Vector::load(at);
@@ -28,11 +30,11 @@ constexpr bool kWritten = true;
 template <>
 constexpr bool kWritten<NoOut> = false;
 
-// --- rules: spillway.h says each line by line. `step` takes kLanes values; it returns the new parameters, which the
-// caller writes to `out` as well. Scalars are broadcast once a range.
+// --- rules: spillway.h defines each line by line. `step` takes kLanes values and returns the new parameters, which the
+// caller also writes to `out`. Scalars are broadcast once per range.
 
-// Where states are read, and where they go: the same arrays, or others. Moment: float, or bfloat16, which is widened when
-// it is read and rounded when it is written.
+// Where states are read and where they are written: the same arrays, or others. Moment: float, or bfloat16, which is
+// widened when it is read and rounded when it is written.
 template <bool kHasSecond, class MomentType>
 struct States {
   using Moment = MomentType;
@@ -41,13 +43,14 @@ struct States {
   Moment *m, *v;  // v: null without a second moment
   float* p_after;
   Moment *m_after, *v_after;
-  bool past_cache;  // of float32 that is written
+  bool past_cache;  // for writes of float32
   States at(int64_t i) const {
     return {p + i, m + i, kHasSecond ? v + i : nullptr, p_after + i, m_after + i, kHasSecond ? v_after + i : nullptr,
             past_cache};
   }
   bool in_place() const { return p == p_after; }
-  // Whole lines, which need not be read first, and which nobody here reads next: as moments are that stay where they are.
+  // Whether whole lines are written, because the arrays begin at lines. These need not be read first, and nobody here
+  // reads them next, unlike moments that stay in place.
   bool lines_after() const {
     if (m == m_after) return false;
     const uintptr_t moments = reinterpret_cast<uintptr_t>(m_after) | (kHasSecond ? reinterpret_cast<uintptr_t>(v_after) : 0);
@@ -57,7 +60,7 @@ struct States {
   void put(const Vector& value, bfloat16* to) const { value.store(to); }
 };
 
-// AdamW, and Adam, whose weight decay goes through the gradient.
+// AdamW, and Adam, whose weight decay is added to the gradient.
 template <bool kDecaysApart, class Moment>
 struct AdamRule {
   using At = States<true, Moment>;
@@ -92,7 +95,7 @@ struct AdamRule {
   }
 
   Vector gradient_scale;
-  Vector decay;  // of the parameter, or the weight decay that the gradient gets
+  Vector decay;  // factor of the parameter, or the weight decay that is added to the gradient
   Vector beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias_correction2, eps, step_size;
 };
 
@@ -148,7 +151,7 @@ struct LionRule {
 
 // --- one rule over an array
 
-// Fewer values than lanes, through zero-padded copies: lanes are independent, so their bits are the same.
+// Updates fewer values than lanes, in zero-padded copies: lanes are independent, so the bits are the same.
 template <class Rule, class Gradient, class Out>
 static void update_tail(const Rule& rule, const typename Rule::At& at, const Gradient* g, Out* out, int64_t n) {
   float p_pad[Vector::kLanes] = {};
@@ -166,8 +169,8 @@ static void update_tail(const Rule& rule, const typename Rule::At& at, const Gra
   }
 }
 
-// The block's lines of every array, kPrefetchAhead values further on. Hardware prefetch stops at the end of a 4 KiB
-// page, which each of these arrays reaches every 1024 values; and it does not know that the lines will be written.
+// Prefetches the block's lines of every array, kPrefetchAhead values ahead. Hardware prefetch stops at the end of a 4
+// KiB page, which each of these arrays reaches every 1024 values, and it does not know that the lines will be written.
 template <bool kHasSecond, class Moment, class Gradient>
 static inline void prefetch_ahead(const States<kHasSecond, Moment>& at, const Gradient* g) {
   const bool past_cache = at.past_cache && at.kWide;
@@ -190,8 +193,8 @@ static inline void prefetch_ahead(const States<kHasSecond, Moment>& at, const Gr
   }
 }
 
-// kStream: `out` is at a line's beginning, and blocks of it are written past the cache: nobody here reads them again. Nor
-// the states that go elsewhere, where their arrays begin at lines, too.
+// kStream: `out` begins at a line, and blocks of it are written past the cache, because nobody here reads them again.
+// So are states that are written to other arrays, if these begin at lines, too.
 template <bool kStream, class Rule, class Gradient, class Out>
 static void update_vectors(const Rule& rule, typename Rule::At at, const Gradient* g, Out* out, int64_t n) {
   int64_t i = 0;
@@ -216,7 +219,7 @@ static void update_vectors(const Rule& rule, typename Rule::At at, const Gradien
   if (i < n) update_tail(rule, at.at(i), g + i, out == nullptr ? nullptr : out + i, n - i);
 }
 
-// bfloat16 and float16 out: a head up to the first line, then streaming stores.
+// For bfloat16 and float16 outputs: a head up to the first line, then streaming stores.
 template <class Rule, class Gradient, class Out>
 static void update_streaming(const Rule& rule, const typename Rule::At& at, const Gradient* g, Out* out, int64_t n) {
   const uint64_t to_line_bytes = -reinterpret_cast<uintptr_t>(out) % kLineBytes;
@@ -247,7 +250,7 @@ static inline uint32_t bits_of(const float& x) {
   return bits;
 }
 
-// The values of a block of n.
+// Computes the n values of a block.
 static void widen_block(const uint8_t* __restrict kept, const float* __restrict values, float* __restrict wide, int64_t n) {
   float scale;
   __builtin_memcpy(&scale, kept, sizeof scale);
@@ -256,7 +259,7 @@ static void widen_block(const uint8_t* __restrict kept, const float* __restrict 
 }
 
 static void narrow_block(const float* __restrict wide, const uint32_t* __restrict nearest, uint8_t* __restrict kept, int64_t n) {
-  uint32_t largest = 0;  // of the magnitudes, whose bits are ordered as they are; NaNs are beyond the infinity
+  uint32_t largest = 0;  // magnitude: their bits have their order, and NaNs are beyond infinity
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t magnitude = bits_of(wide[i]) & kMagnitude;
     largest = magnitude > largest ? magnitude : largest;
@@ -279,7 +282,7 @@ static void narrow_block(const float* __restrict wide, const uint32_t* __restric
   }
 }
 
-// States whose moments are blocks.
+// States whose moments are kept in blocks.
 struct Blocks {
   float *p, *p_after;
   const uint8_t *m, *v;  // v: null without a second moment
@@ -371,7 +374,7 @@ static void update(int32_t rule, const spillway_update_scalars& scalars, const s
                    int32_t gradient_type, void* out, int32_t out_type, int64_t n) {
   if (moment_type == SPILLWAY_BFLOAT16) {
     update_moments<bfloat16>(rule, scalars, before, after, nullptr, gradient, gradient_type, out, out_type, n);
-  } else {  // blocks are computed with as float32
+  } else {  // blocks are widened to float32
     update_moments<float>(rule, scalars, before, after, moment_type == SPILLWAY_INT8 ? maps : nullptr, gradient,
                           gradient_type, out, out_type, n);
   }
@@ -420,13 +423,14 @@ static inline uint32_t bits_of(const float* at) {
 }
 static inline uint16_t bits_of(const bfloat16* at) { return at->bits; }
 
-// Biased exponents of the largest magnitude and of the smallest but zero. A batch of zeros: 0 and kAllZero.
+// Biased exponents of the largest magnitude and of the smallest one that is not zero. For a batch of zeros: 0 and
+// kAllZero.
 struct ExponentRange {
   static constexpr int32_t kAllZero = 256;
   int32_t largest, smallest;
 };
 
-// On integers of the values' own width, in a loop that compilers turn into vectors.
+// Uses integers of the values' own width, in a loop that compilers turn into vectors.
 template <class Gradient>
 static ExponentRange exponent_range(const Gradient* values) {
   using Bits = decltype(bits_of(values));
@@ -435,7 +439,7 @@ static ExponentRange exponent_range(const Gradient* values) {
   Bits largest = 0, below_smallest = kNone;
   for (int64_t i = 0; i < kSquareBatch; ++i) {
     const Bits magnitude = bits_of(values + i) & kMagnitude;
-    const Bits below = static_cast<Bits>(magnitude - 1);  // zero becomes the greatest of all
+    const Bits below = static_cast<Bits>(magnitude - 1);  // zero becomes the largest of all
     largest = magnitude > largest ? magnitude : largest;
     below_smallest = below < below_smallest ? below : below_smallest;
   }
@@ -444,8 +448,8 @@ static ExponentRange exponent_range(const Gradient* values) {
 }
 
 constexpr int64_t kFloatsPerLine = kLineBytes / int64_t{sizeof(float)};
-// Independent, so that additions overlap; not more than one line of float32 at a time, so that lines are prefetched one
-// by one: two at once (AVX-512, four sums) take twice as long.
+// The number of sums: they are independent, so that additions overlap, but together take at most one line of float32 at
+// a time, so that lines are prefetched one by one: two at once (AVX-512, four sums) take twice as long.
 static constexpr int kSums = Doubles::kLanes > 4 ? 16 / Doubles::kLanes : 4;
 
 static double total(Doubles (&sums)[kSums]) {
@@ -458,8 +462,8 @@ static double total(Doubles (&sums)[kSums]) {
 
 // square_at(i): the squares of Doubles::kLanes values, from the i-th on.
 //
-// One exact float64 sum. Of magnitudes from 2^e to 2^(E + 1), 1024 squares add up to at most 2^(2E + 12). Those of
-// bfloat16 are multiples of 2^(2e - 14): within 53 bits when E - e <= 13.
+// One exact float64 sum. The squares of 1024 magnitudes from 2^e to 2^(E + 1) add up to at most 2^(2E + 12). Squares of
+// bfloat16 values are multiples of 2^(2e - 14), so the sum fits into 53 bits if E - e <= 13.
 template <class SquareAt>
 static SquareBatch sum_of_few_exponents(const SquareAt& square_at, int32_t exponent) {
   Doubles sums[kSums];
@@ -470,10 +474,11 @@ static SquareBatch sum_of_few_exponents(const SquareAt& square_at, int32_t expon
   return {total(sums), 0, exponent};
 }
 
-// Two exact float64 sums. Of magnitudes below 2^(E + 1), 1024 squares add up to at most 2^(2E + 12). Adding and
-// subtracting 1.5 * 2^(2E + 12) rounds a square to a multiple of 2^(2E - 40), so 1024 of those sum up exactly. What was
-// rounded away is exact as well, at most 2^(2E - 41), and a multiple of 2^(2e - 46), e the smallest exponent: 1024 of
-// those are exact in float64's 53 bits when E - e <= 19. (Demmel and Hida 2003. No order matters: no sum is rounded.)
+// Two exact float64 sums. The squares of 1024 magnitudes below 2^(E + 1) add up to at most 2^(2E + 12). Adding and
+// subtracting 1.5 * 2^(2E + 12) rounds a square to a multiple of 2^(2E - 40), so 1024 of these sum up exactly. The
+// remainders are exact as well: each is at most 2^(2E - 41) and a multiple of 2^(2e - 46), where e is the smallest
+// exponent, so 1024 of them are exact in float64's 53 bits if E - e <= 19. (Demmel and Hida 2003. The order does not
+// matter, because no sum is rounded.)
 template <class SquareAt>
 static SquareBatch sum_of_many_exponents(const SquareAt& square_at, int32_t exponent) {
   const uint64_t rounder_bits = static_cast<uint64_t>(1023 + 2 * (exponent - 127) + 12) << 52 | uint64_t{1} << 51;
@@ -502,7 +507,7 @@ static SquareBatch sum_of_squares(const float* values, ExponentRange range) {
   return sum_of_many_exponents(square_at, range.largest);
 }
 
-// A bfloat16's square has 16 bits: float32 holds it, while it is neither denormal nor infinite.
+// The square of a bfloat16 has 16 bits: float32 holds it exactly if it is neither denormal nor infinite.
 static SquareBatch sum_of_squares(const bfloat16* values, ExponentRange range) {
   if (range.smallest < 64 || range.largest > 127 + 63) {
     float wide[kSquareBatch];

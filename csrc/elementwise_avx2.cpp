@@ -36,7 +36,7 @@ struct Vector {
   static void prefetch_to_write(const void* at) { __builtin_prefetch(at, 1); }
 
  private:
-  // The argument says which type.
+  // The argument only selects the type.
   __m128i rounded(const float16*) const { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
   __m128i rounded(const bfloat16*) const {
     const __m256i bits = _mm256_castps_si256(value);

@@ -37,9 +37,9 @@ struct Vector {
   static void prefetch_to_write(const void* at) { __builtin_prefetch(at, 1); }
 
  private:
-  // The argument says which type.
+  // The argument only selects the type.
   __m256i rounded(const float16*) const { return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
-  // By integers: VCVTNEPS2BF16 would flush denormals to zero.
+  // By integer operations, because VCVTNEPS2BF16 would flush denormals to zero.
   __m256i rounded(const bfloat16*) const {
     const __m512i bits = _mm512_castps_si512(value);
     const __m512i odd = _mm512_and_epi32(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

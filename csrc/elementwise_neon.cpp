@@ -29,7 +29,7 @@ struct Vector {
   void store(float16* at) const {
     vst1_u16(reinterpret_cast<uint16_t*>(at), vreinterpret_u16_f16(vcvt_f16_f32(value)));
   }
-  // Plain stores: a core that sees whole lines being written does not fetch them first.
+  // Plain stores: a core that detects that whole lines are written does not fetch them first.
   void stream(float* at) const { store(at); }
   template <class Small>
   static void stream(const Vector (&values)[8], Small* line) {

@@ -21,7 +21,8 @@ struct Vector {
   static Vector load(const float16* at) {
     const uint32_t magnitude = at->bits & 0x7FFFu, sign = static_cast<uint32_t>(at->bits & 0x8000u) << 16;
     if (magnitude < 0x400) return {(sign ? -0x1p-24f : 0x1p-24f) * static_cast<float>(magnitude)};
-    // An infinity or NaN has the greatest exponent of both types; every other one moves from bias 15 to 127.
+    // An infinity or NaN has the greatest exponent in both types; the exponent of any other value moves from bias 15 to
+    // 127.
     const uint32_t bits = sign | ((magnitude << 13) + ((magnitude < 0x7C00 ? 112u : 224u) << 23));
     Vector x;
     memcpy(&x.value, &bits, sizeof bits);
@@ -42,10 +43,10 @@ struct Vector {
     if (magnitude > 0x7F800000) {
       rounded = 0x7E00;  // the quiet NaN
     } else if (magnitude >= 0x477FF000) {
-      rounded = 0x7C00;  // from 65520 on, where to nearest is the infinity
+      rounded = 0x7C00;  // from 65520 on, which rounds to infinity
     } else if (magnitude >= 0x38800000) {
       rounded = (magnitude - (112u << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
-    } else {  // below 2^-14, multiples of 2^-24: as float32's are from 1/2 to 1, so that one addition rounds
+    } else {  // below 2^-14, multiples of 2^-24, like float32 values from 1/2 to 1: so one addition rounds
       const float sum = ::fabsf(value) + 0.5f;
       memcpy(&rounded, &sum, sizeof sum);
       rounded -= 0x3F000000;

@@ -10,7 +10,7 @@
 namespace spillway {
 
 // Round to nearest even, denormals kept, exceptions masked. A caller (torch.set_flush_denormal, a library built with
-// -ffast-math) may have set flush-to-zero, which would change bits; the caller's mode comes back with the scope's end.
+// -ffast-math) may have set flush-to-zero, which would change bits. The end of the scope restores the caller's mode.
 class FloatMode {
  public:
   FloatMode() : saved_(read()) { write(kDeclared); }

@@ -30,7 +30,7 @@ struct Table {
   size_t count;
 };
 
-// Tables that are bound at start (RELRO) are read-only: writable for the one store.
+// Tables that are bound at start (RELRO) are read-only; they are made writable for this one store.
 bool store(void** slot, void* function, bool is_read_only) {
   const uintptr_t page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   void* page = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(slot) / page_bytes * page_bytes);
@@ -54,7 +54,7 @@ void change(const dl_phdr_info& info, const ElfW(Dyn) * dynamic, Wanted& wanted)
   const char* names = nullptr;
   Table slots{}, data{};
   for (; dynamic->d_tag != DT_NULL; ++dynamic) {
-    const uintptr_t value = dynamic->d_un.d_ptr;  // the loader has made addresses of them
+    const uintptr_t value = dynamic->d_un.d_ptr;  // the loader has relocated these to addresses
     if (dynamic->d_tag == DT_SYMTAB) symbols = reinterpret_cast<const ElfW(Sym)*>(value);
     if (dynamic->d_tag == DT_STRTAB) names = reinterpret_cast<const char*>(value);
     if (dynamic->d_tag == DT_JMPREL) slots.entries = reinterpret_cast<const ElfW(Rela)*>(value);

@@ -1,4 +1,4 @@
-// What stands behind an I/O handle: one open file and a way to move batches between it and memory.
+// The object behind an I/O handle: one open file and a way to move batches between it and memory.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ class IoEngine {
   virtual void transfer(spillway_direction direction, spillway_io_request* requests, int64_t num_requests) = 0;
 };
 
-// pread and pwrite on threads of its own; `call` replaces both when it is not null. May throw std::bad_alloc.
+// An engine that calls pread and pwrite on threads of its own; `call` replaces both if it is not null. May throw
+// std::bad_alloc.
 std::unique_ptr<IoEngine> open_thread_engine(int32_t file, int32_t queue_depth, spillway_io_call call, void* context);
 
 }  // namespace spillway

@@ -9,10 +9,10 @@
 namespace spillway {
 namespace {
 
-// A transfer resumes at a whole sector: O_DIRECT refuses other offsets, and a device's short transfers end on one.
+// A transfer resumes at a whole sector: O_DIRECT refuses other offsets, and a device's short transfers end at one.
 constexpr uint64_t kSectorBytes = 512;
 
-// Calls in a row that move nothing (EINTR, EAGAIN, less than a sector) before the transfer is given up.
+// Consecutive calls that move nothing (EINTR, EAGAIN, less than a sector) after which a transfer fails.
 constexpr int kMaxIdleCalls = 1000;
 
 }  // namespace

@@ -1,4 +1,5 @@
-// What every engine does with requests: cut them into pieces, resume short transfers, put outcomes and checksums together.
+// The work that every engine does with requests: cut them into pieces, resume short transfers, combine outcomes and
+// checksums.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@ namespace spillway {
 // Requests are cut so that a few large ones still occupy every thread or the whole queue. Measured in docs/native-io.md.
 constexpr uint64_t kPieceBytes = uint64_t{4} << 20;
 
-// A range of one request that moves as one, and how that ended.
+// A range of one request that moves as one, and its outcome.
 struct Piece {
   spillway_io_request* request;
   uint64_t begin;
@@ -20,24 +21,26 @@ struct Piece {
   int32_t error = SPILLWAY_OK;
   int32_t os_error = 0;
   uint64_t moved = 0;
-  int idle_calls = 0;  // calls in a row that moved nothing
+  int idle_calls = 0;  // consecutive calls that moved nothing
 
   char* next_byte() const { return static_cast<char*>(request->buffer) + begin + moved; }
   uint64_t bytes_left() const { return nbytes - moved; }
   uint64_t file_offset() const { return request->offset + begin + moved; }
 
-  // Takes what a call moved, or its -errno. True when the piece has ended, well or not; false when it is to be resumed.
+  // Takes the result of a call: bytes moved, or -errno. Returns true if the piece has ended, successfully or not; false
+  // if it must be resumed.
   bool ends_after(spillway_direction direction, int64_t result);
   bool fail(int32_t with, int32_t with_os_error);
 
-  // Of the whole piece, into crc32c.
+  // Computes the checksum of the whole piece into crc32c.
   void compute_checksum();
 };
 
-// In the order of the requests, and within one in the order of the file.
+// Cuts requests into pieces, in the order of the requests, and within one in the order of the file.
 std::vector<Piece> cut(spillway_io_request* requests, int64_t num_requests);
 
-// The outcome of each request from its pieces, which have all ended: the first failure, or the checksum of the whole.
+// Sets the outcome of each request from its pieces, which have all ended: the first failure, or the checksum of the
+// whole.
 void finish(spillway_direction direction, spillway_io_request* requests, int64_t num_requests,
             const std::vector<Piece>& pieces);
 

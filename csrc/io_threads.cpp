@@ -27,7 +27,7 @@ class ThreadEngine final : public IoEngine {
     std::vector<Piece> pieces = cut(requests, num_requests);
     pool_.get().run(static_cast<int64_t>(pieces.size()), num_threads_, [&](int64_t i) {
       Piece& piece = pieces[static_cast<size_t>(i)];
-      // Each thread checks its own piece while the device serves the others.
+      // Each thread computes the checksum of its own piece while the device serves the others.
       if (direction == SPILLWAY_WRITE) piece.compute_checksum();
       move(direction, piece);
       if (direction == SPILLWAY_READ && piece.error == SPILLWAY_OK) piece.compute_checksum();

@@ -1,6 +1,6 @@
-// An object with threads, locks or kernel handles that a child process cannot use: made on first use, and made anew after
-// a fork. Threads do not survive a fork, and the parent's mutexes may have been held by one of them, so the child drops
-// the old object without touching it.
+// An object with threads, locks or kernel handles that a child process cannot use: made on first use, and made again
+// after a fork. Threads do not survive a fork, and one of them may have held the parent's mutexes, so the child
+// abandons the old object without touching it.
 #pragma once
 
 #include <unistd.h>
@@ -22,7 +22,7 @@ class ProcessLocal {
     while (held == nullptr || held->process != getpid()) {
       Held* made = new Held{getpid(), {}};
       if (held_.compare_exchange_strong(held, made, std::memory_order_acq_rel)) return made->object;
-      delete made;  // another thread was first; `held` is what it made
+      delete made;  // another thread was first and made `held`
     }
     return held->object;
   }

@@ -39,7 +39,7 @@ HeldKeys hold_keys(const uint8_t* key, bool& has_random) {
   has_random = true;
   void* memory = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return nullptr;
-  (void)mlock(memory, kPage);  // refused without RLIMIT_MEMLOCK: then the page may be swapped out like any other
+  (void)mlock(memory, kPage);  // without RLIMIT_MEMLOCK this fails, and the page may be swapped out like any other
   madvise(memory, kPage, MADV_DONTDUMP);
   auto* page = static_cast<Page*>(memory);
   if (key != nullptr) memcpy(page->given, key, kXtsKey);

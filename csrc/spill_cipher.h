@@ -1,5 +1,5 @@
-// A key that only this process holds: in a page of its own that is not swapped out where the system allows that, is in no
-// core dump, and is wiped when it is given back.
+// A key that only this process holds, in a page of its own. The page is not swapped out if the system allows that, is
+// in no core dump, and is wiped when it is freed.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ struct WipedKeys {
 
 using HeldKeys = std::unique_ptr<XtsKeys, WipedKeys>;
 
-// Of the 64 bytes of `key`; null: of random ones. Null, where the system gives no memory or (`has_random` false) no
-// random bytes.
+// Keys from the 64 bytes of `key`; if it is null, from random ones. Returns null if the system gives no memory or
+// (`has_random` false) no random bytes.
 HeldKeys hold_keys(const uint8_t* key, bool& has_random);
 
 }  // namespace spillway

@@ -1,4 +1,5 @@
-// The C ABI: checks arguments, chooses the instruction set, spreads ranges over threads. No exception leaves this file.
+// The C ABI: checks arguments, chooses the instruction set, divides ranges among threads. No exception leaves this
+// file.
 #include "spillway.h"
 
 #if defined(SPILLWAY_HAVE_AVX2)
@@ -34,14 +35,15 @@ struct spillway_cipher {
 
 namespace {
 
-// A range that one thread takes at a time; a multiple of every vector and cache line, so only an array's end has a tail.
+// The range that one thread takes at a time; a multiple of every vector and cache line, so only an array's end has a
+// tail.
 constexpr int64_t kElementwiseRange = int64_t{1} << 16;
 constexpr int64_t kSquaresRange = int64_t{1} << 20;
 constexpr uint64_t kCopyRange = uint64_t{4} << 20;
 constexpr uint64_t kCipherRange = uint64_t{1} << 18;
 
 #if defined(SPILLWAY_HAVE_AVX2)
-// Older compilers' __builtin_cpu_supports does not know it.
+// __builtin_cpu_supports of older compilers does not know F16C.
 bool has_f16c() {
   unsigned int eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0;
@@ -87,14 +89,14 @@ Pointer* advance(Pointer* array, int64_t bytes) {
 constexpr int64_t kBlockBytes = SPILLWAY_BLOCK_VALUES + sizeof(float);
 static_assert(kElementwiseRange % SPILLWAY_BLOCK_VALUES == 0, "ranges begin at blocks");
 
-// `begin`: a multiple of kElementwiseRange.
+// The states from value `begin` on, a multiple of kElementwiseRange.
 spillway_states from(const spillway_states& states, int64_t begin, int32_t moment_type, bool has_moment2) {
   const int64_t bytes = moment_type == SPILLWAY_INT8 ? begin / SPILLWAY_BLOCK_VALUES * kBlockBytes
                                                      : begin * element_bytes(moment_type);
   return {states.master + begin, advance(states.moment1, bytes), has_moment2 ? advance(states.moment2, bytes) : nullptr};
 }
 
-// Calls work(begin, count) for consecutive ranges of [0, n), each under the declared floating-point mode.
+// Calls work(begin, count) for consecutive ranges of [0, n), each in the declared floating-point mode.
 template <class Work>
 int32_t for_ranges(int64_t n, int64_t range, int32_t num_threads, const Work& work) try {
   compute_pool().run((n + range - 1) / range, num_threads, [&](int64_t i) {
@@ -199,7 +201,8 @@ int32_t spillway_copy_batch(const spillway_copy* copies, int64_t num_copies, int
   for (int64_t i = 0; i < num_copies; ++i) {
     const spillway_copy& copy = copies[i];
     if (copy.nbytes > 0 && (!copy.dst || !copy.src)) return SPILLWAY_BAD_ARGUMENT;
-    // Pieces on several threads would read what another has overwritten; one memmove does not.
+    // If the arrays overlap, pieces on several threads would read bytes that another has overwritten; one memmove does
+    // not.
     const uint64_t range = overlap(copy) ? std::max<uint64_t>(copy.nbytes, 1) : kCopyRange;
     const auto move = [&](int64_t begin, int64_t count) {
       std::memmove(advance(copy.dst, begin), advance(copy.src, begin), static_cast<size_t>(count));

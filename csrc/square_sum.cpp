@@ -16,7 +16,7 @@ uint32_t bits_of(const float* at) {
 
 uint32_t bits_of(const bfloat16* at) { return static_cast<uint32_t>(at->bits) << 16; }
 
-// 2^exponent, normal in float64.
+// 2^exponent, which must be normal in float64.
 double power_of_two(int exponent) {
   const uint64_t bits = static_cast<uint64_t>(1023 + exponent) << 52;
   double power;
@@ -24,17 +24,18 @@ double power_of_two(int exponent) {
   return power;
 }
 
-// Sums by biased exponent. A batch adds at most 2^97 units and a value less than 2^48: a range of 2^37 values fits.
+// Sums by biased exponent. A batch adds at most 2^97 units and a single value less than 2^48, so a range of 2^37 values
+// fits.
 class ExponentTable {
  public:
-  // In units of 2^(2 * exponent - 338). `low` may be negative; with `high` it is not.
+  // In units of 2^(2 * exponent - 338). `low` may be negative, but its sum with `high` is not.
   void add(const SquareBatch& sum) {
     const double unit = power_of_two(338 - 2 * sum.exponent);
     const auto high = static_cast<__int128>(sum.high * power_of_two(294 - 2 * sum.exponent));
     batches[sum.exponent] += static_cast<uint128>((high << 44) + static_cast<__int128>(sum.low * unit));
   }
 
-  // One value at a time: what square_batch cannot do.
+  // One value at a time, for batches that square_batch cannot sum.
   template <class Gradient>
   void add(const Gradient* values, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
@@ -68,7 +69,7 @@ void add_values(ExponentTable& table, const Elementwise& functions, const Gradie
   table.add(values + i, n - i);
 }
 
-// Through float32, which holds every float16 exactly.
+// Adds float16 values through float32, which holds each of them exactly.
 void add_widened(ExponentTable& table, const Elementwise& functions, const float16* values, int64_t n) {
   float wide[kSquareBatch];
   for (int64_t i = 0; i < n; i += kSquareBatch) {

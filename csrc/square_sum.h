@@ -11,7 +11,7 @@ namespace spillway {
 // denormal float32): the same for every order, cut and number of threads.
 class SquareSum {
  public:
-  // Of `n` values of `type`, on one thread. `functions` need not be those of another part of the sum.
+  // The sum of `n` values of `type`, on one thread. The parts of a sum may use different `functions`.
   SquareSum(const Elementwise& functions, const void* values, int32_t type, int64_t n);
   SquareSum() = default;
 

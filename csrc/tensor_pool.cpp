@@ -20,7 +20,7 @@ TensorPool::TensorPool(uint64_t capacity_bytes, uint64_t slack_bytes) : slack_(s
   reservation_ = found;
   capacity_ = capacity;
   base_ = reinterpret_cast<unsigned char*>(round_up(reinterpret_cast<uintptr_t>(found), kHugePage));
-  madvise(base_, capacity_, MADV_HUGEPAGE);  // refused where the kernel has none: small pages then
+  madvise(base_, capacity_, MADV_HUGEPAGE);  // if the kernel has no huge pages, it refuses: small pages
   resident_.resize(capacity_ / kHugePage);
   free_.emplace(0, capacity_);
 }
@@ -46,7 +46,7 @@ void TensorPool::deallocate(void* memory) {
   const uint64_t offset = static_cast<uint64_t>(static_cast<unsigned char*>(memory) - base_);
   std::lock_guard<std::mutex> guard(mutex_);
   const auto block = held_blocks_.find(offset);
-  if (block == held_blocks_.end()) return;  // nobody frees twice: as free() would, but for the crash
+  if (block == held_blocks_.end()) return;  // a second free does nothing
   const uint64_t nbytes = block->second;
   held_blocks_.erase(block);
   held_ -= nbytes;
@@ -70,7 +70,7 @@ uint64_t TensorPool::resident_bytes() {
   return resident_pages_ * kHugePage;
 }
 
-// Of every free run both ends are tried: the fewest new pages, then the smallest run, then the lowest address.
+// Tries both ends of every free run and prefers the fewest new pages, then the smallest run, then the lowest address.
 bool TensorPool::find(uint64_t nbytes, Place& best) {
   bool found = false;
   uint64_t best_run = 0;
@@ -124,7 +124,8 @@ void TensorPool::give(uint64_t offset, uint64_t nbytes) {
   free_.emplace(offset, nbytes);
 }
 
-// Makes room for `wanted_pages` more under `limit_bytes`, from the end, sparing what [begin, end) will use.
+// Makes room for `wanted_pages` more under `limit_bytes`: drops free pages from the end, except those that [begin, end)
+// will use.
 void TensorPool::shrink(uint64_t wanted_pages, uint64_t limit_bytes, uint64_t begin, uint64_t end) {
   const uint64_t limit = limit_bytes / kHugePage;
   if (resident_pages_ + wanted_pages <= limit) return;

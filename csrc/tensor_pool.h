@@ -1,9 +1,9 @@
-// Memory for large tensors: freed blocks are used again, and never more of it is resident than the fullest moment needed.
+// Memory for large tensors: freed blocks are reused, and never more of it is resident than the peak needed.
 //
-// One reservation of addresses in huge pages. A block is whole pages; which to take is best fit, where resident memory
-// comes before untouched. Residency is counted in huge pages, as the kernel gives them. When a block would make more
-// resident than `most live bytes + slack`, free huge pages go back to the system first: so a process occupies what it
-// holds at its fullest, and a step that allocates as the one before it did faults no page.
+// One reservation of addresses in huge pages. A block is whole pages; its place is chosen by best fit, and resident
+// memory is preferred to untouched memory. Residency is counted in huge pages, as the kernel provides them. If a block
+// would make more than `peak held bytes + slack` resident, free huge pages return to the system first. So a process
+// occupies what it holds at its peak, and a step that allocates like the one before it causes no page fault.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,8 @@ class TensorPool {
  public:
   static constexpr uint64_t kPage = 4096, kHugePage = uint64_t{2} << 20;
 
-  // Reserves addresses; `ready` tells whether the system gave them. `slack_bytes` may be resident beyond what is held.
+  // Reserves addresses; `ready` tells whether the system provided them. `slack_bytes` may be resident beyond the held
+  // bytes.
   TensorPool(uint64_t capacity_bytes, uint64_t slack_bytes);
   ~TensorPool();
   TensorPool(const TensorPool&) = delete;
@@ -30,17 +31,18 @@ class TensorPool {
     return reinterpret_cast<uintptr_t>(memory) - reinterpret_cast<uintptr_t>(base_) < capacity_;
   }
 
-  // A page-aligned block; nullptr where there is no room.
+  // Returns a page-aligned block; nullptr if there is no room.
   void* allocate(uint64_t nbytes);
   void deallocate(void* memory);
 
-  // A step begins: what is resident beyond the fullest moment since the last call goes back to the system.
+  // Called when a step begins: memory that is resident beyond the peak since the last call, plus the slack, returns to
+  // the system.
   void mark();
 
   uint64_t held_bytes();
   uint64_t resident_bytes();
 
-  // Around fork(): the child finds the pool unlocked and whole.
+  // Called around fork(), so that the child finds the pool unlocked and consistent.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 

@@ -49,13 +49,13 @@ void ThreadPool::run_pieces(int64_t num_pieces, int num_threads, void (*call)(co
   for (int i = 0; i < workers_wanted; ++i) job_added_.notify_one();
   job.run_remaining_pieces();
 
-  // Every piece is taken now; workers that have not come yet need not, and those at work are waited for.
+  // Every piece is taken now: workers that have not joined are not needed, and those at work are waited for.
   std::unique_lock<std::mutex> lock(mutex_);
   jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), &job), jobs_.end());
   job.worker_left.wait(lock, [&job] { return job.workers_active == 0; });
 }
 
-// Called with the mutex held. Signals stay with the application's threads: a worker starts with all of them blocked.
+// Called with the mutex held. Workers start with all signals blocked, so that signals go to the application's threads.
 void ThreadPool::start_workers(int num_workers) {
   if (static_cast<int>(workers_.size()) >= num_workers) return;
   sigset_t all, callers;
@@ -64,7 +64,7 @@ void ThreadPool::start_workers(int num_workers) {
   try {
     while (static_cast<int>(workers_.size()) < num_workers) workers_.emplace_back([this] { serve(); });
   } catch (const std::exception&) {
-    // At the limit of threads or memory: the job runs on those there are, at least on its caller.
+    // At the limit of threads or memory: the job runs on the existing threads, at least on its caller.
   }
   pthread_sigmask(SIG_SETMASK, &callers, nullptr);
 }
@@ -80,7 +80,7 @@ void ThreadPool::serve() {
     lock.unlock();
     job->run_remaining_pieces();
     lock.lock();
-    // Notified under the mutex: the job is on its caller's stack and gone as soon as the caller sees zero.
+    // Notified under the mutex, because the job is on its caller's stack and is gone as soon as the caller sees zero.
     if (--job->workers_active == 0) job->worker_left.notify_one();
   }
 }

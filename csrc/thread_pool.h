@@ -1,4 +1,4 @@
-// Persistent worker threads of this library. They belong to nobody else: OpenMP's and torch's pools are never touched.
+// Persistent worker threads of this library, used by nothing else. OpenMP's and torch's pools are never touched.
 #pragma once
 
 #include <condition_variable>
@@ -17,8 +17,8 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   // Calls work(piece) once for every piece in [0, num_pieces), on the calling thread and on at most num_threads - 1
-  // workers, and returns when all calls have returned. Any number of threads may run at a time; a caller always makes
-  // progress by itself, so a busy pool (or one that cannot start threads) delays but never blocks it.
+  // workers, and returns when all calls have returned. Any number of threads may call it at a time. A caller always
+  // makes progress by itself, so a busy pool (or one that cannot start threads) delays but never blocks it.
   template <class Work>
   void run(int64_t num_pieces, int num_threads, const Work& work) {
     run_pieces(num_pieces, num_threads, [](const void* w, int64_t piece) { (*static_cast<const Work*>(w))(piece); }, &work);

@@ -12,7 +12,7 @@
 namespace spillway {
 namespace {
 
-// Never destroyed: tensors are freed until the process has ended.
+// Never destroyed, because tensors are freed until the process has ended.
 std::atomic<TensorPool*> pool{nullptr};
 uint64_t least = 0;
 bool is_attached = false;
@@ -53,7 +53,7 @@ bool attach_tensor_pool(const char* library, uint64_t capacity_bytes, uint64_t l
     pool.store(made.release());
     pthread_atfork(lock, unlock, unlock);
   }
-  // In this order: what the pool gave must come back to it.
+  // In this order, because blocks from the pool must return to it.
   is_attached = redirect_import(library, "free", reinterpret_cast<void*>(release)) > 0 &&
                 redirect_import(library, "posix_memalign", reinterpret_cast<void*>(allocate)) > 0;
   return is_attached;

@@ -1,4 +1,4 @@
-// The pool of this process, and who allocates from it.
+// The pool of this process, and the library that allocates from it.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace spillway {
 
-// See spillway_pool_attach. False: nothing has changed.
+// See spillway_pool_attach. False if the pool could not be attached.
 bool attach_tensor_pool(const char* library, uint64_t capacity_bytes, uint64_t least_bytes, uint64_t slack_bytes);
 
 // Null before it is attached.

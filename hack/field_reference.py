@@ -1,4 +1,4 @@
-"""docs/fields.md from the CRDs: every field with its type, default and meaning; `--check` compares instead.
+"""Writes docs/fields.md from the CRDs: every field with its type, default and meaning. `--check` compares instead.
 
 Run from the root of the repository: `python hack/field_reference.py [--check]` (`make crds`).
 """
@@ -36,7 +36,7 @@ Words that the descriptions use:
 
 
 def fields(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-    """(path, schema, whether it is required) of each field below `schema`, parents before children."""
+    """Yields (path, schema, whether it is required) of each field below `schema`, parents before children."""
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
         if str(field.get("description", "")).startswith(NO_FIELD):
@@ -47,12 +47,12 @@ def fields(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[
         elif isinstance(field.get("additionalProperties"), Mapping):
             inner = field["additionalProperties"]
         yield here, field, name in required
-        if f"spec.{here}" not in MEMBER_SECTIONS:  # the fields of these are those of spec
+        if f"spec.{here}" not in MEMBER_SECTIONS:  # these have the same fields as spec
             yield from fields(inner, here)
 
 
 def type_of(field: Mapping[str, Any]) -> str:
-    """In words: allowed values, else the type."""
+    """Returns a field's allowed values, or else its type, in words."""
     if choices := field.get("enum"):
         return ", ".join(f"`{choice}`" for choice in choices if choice != "")
     if field.get("x-kubernetes-int-or-string"):
@@ -62,7 +62,7 @@ def type_of(field: Mapping[str, Any]) -> str:
 
 
 def heading(title: str, schema: Mapping[str, Any]) -> str:
-    """With what the schema says about itself."""
+    """Returns a heading, followed by the schema's description if it has one."""
     about = schema.get("description", "")
     return f"\n### {title}\n" + (f"\n{textwrap.fill(about, 120)}\n" if about else "")
 

@@ -1,4 +1,4 @@
-"""Whole attempts of gpu_session.py, on real lanes: a process each.
+"""The cells of gpu_session.py that run whole attempts on real lanes, each in a process of its own.
 
 python hack/gpu_attempts.py --output DIR --cell NAME
 """
@@ -34,15 +34,15 @@ from spillway_trainer import probe
 from spillway_trainer.models.build import build_model
 
 DEVICE_BYTES = 2 * 2**30
-"""of a small attempt: cuBLAS's workspace and whole segments of the allocator count, too"""
+"""device budget of a small attempt; cuBLAS's workspace and whole segments of the allocator count, too"""
 STEPS, SANITIZED_STEPS = 4, 3
 MEASURED = ("PerSecond", "Seconds", "Efficiency")
-"""ends of names in a profile"""
+"""endings of the names of measured values in a profile"""
 TOOLS = ("memcheck", "racecheck")
 
 
 def parity(output: Path, model: str, moments: str = "float32") -> None:
-    """Attempts with every technique, each compared with one of the same job that has none."""
+    """Runs attempts with every technique and compares each with an attempt of the same job without techniques."""
     gpu_cells.device()
     wanted: dict[str, Any] = {}
     for technique in device_attempts.TECHNIQUES:
@@ -61,7 +61,7 @@ def parity(output: Path, model: str, moments: str = "float32") -> None:
 def attempt_of(
     root: Path, technique: str, model: str, steps: int, epoch: int = 1, plan: str = "", moments: str = "float32"
 ) -> tuple[JobFile, MemoryPlan]:
-    """In a new directory where it is the first."""
+    """Returns job and plan of an attempt. For the first one (`epoch` 1), removes an old `root`."""
     if epoch == 1:
         shutil.rmtree(root, ignore_errors=True)
     job = device_attempts.job_of(root, technique, model, epoch, steps, moments)
@@ -70,7 +70,7 @@ def attempt_of(
 
 
 def ended(job: JobFile, plan: MemoryPlan) -> Any:
-    """(losses, weights and states) of an attempt that ended well."""
+    """Runs an attempt. Returns its losses, and its weights and states; exits if the attempt fails."""
     code = trainer_program.attempt(job, lambda: plan)
     if code != 0:
         sys.exit(f"{job.output_directory}: exit code {code}")
@@ -86,7 +86,8 @@ def differences(found: Any, wanted: Any) -> list[str]:
 
 
 def killed(output: Path) -> None:
-    """Processes of the trainer: a whole attempt; one that is killed once it has a checkpoint, and the next."""
+    """Runs a whole attempt in a trainer process; then one that is killed once it has a checkpoint, and the next one,
+    which must end with the bits of the whole one."""
     gpu_cells.device()
     steps = 6 if is_fake() else 60
     whole, cut = (output / "killed" / name for name in ("whole", "cut"))
@@ -105,7 +106,7 @@ def killed(output: Path) -> None:
 
 
 def sanitizer(output: Path, tool: str) -> None:
-    """Over few steps, in a process in which every tensor has bounds of its own."""
+    """Runs compute-sanitizer over a few steps, in a process where every tensor has an allocation of its own."""
     found = shutil.which("compute-sanitizer")
     before: tuple[str, ...] = ()
     gpu_cells.device()
@@ -121,7 +122,7 @@ def sanitizer(output: Path, tool: str) -> None:
 
 
 def written(root: Path, epoch: int, steps: int) -> Path:
-    """job.json and plan.json of an attempt."""
+    """Writes job.json and plan.json of an attempt to `root` and returns `root`."""
     job, plan = attempt_of(root, "spread", "llama", steps, epoch)
     (root / "job.json").write_text(job.model_dump_json())
     (root / "plan.json").write_text(plan.model_dump_json())
@@ -129,7 +130,7 @@ def written(root: Path, epoch: int, steps: int) -> Path:
 
 
 def trainer(root: Path, *before: str) -> subprocess.Popen[bytes]:
-    """The trainer's own entry, in a process of its own."""
+    """Starts the trainer's own entry point in a new process."""
     return subprocess.Popen([*before, sys.executable, __file__, "--output", str(root), "--cell", "trainer"])
 
 
@@ -139,12 +140,12 @@ def train(root: Path) -> None:
 
 
 def run_by_command(output: Path) -> None:
-    """A job file, and nothing said about the device."""
+    """Runs `spillway run` with a job file that does not name the device."""
     gpu_cells.device()
     from spillway_cli import __main__ as cli  # noqa: PLC0415 - typer and rich are not everywhere
     from spillway_cli.run import local_run  # noqa: PLC0415
 
-    if is_fake():  # whose operators have numbers in a trainer of ours alone
+    if is_fake():  # the fake's operators compute real numbers only in a trainer process of this script
         local_run.trainer_command = lambda run, _: [  # type: ignore[assignment]
             *(sys.executable, "-m", "spillway_cli.run.trainer_process", "gpu_attempts"),
             *("--output", str(run.path), "--cell", "trainer"),
@@ -164,7 +165,7 @@ def calibrate_by_command(output: Path) -> None:
     from spillway_cli import __main__ as cli  # noqa: PLC0415 - typer and rich are not everywhere
     from spillway_cli.calibrate import command as calibrate_command  # noqa: PLC0415
 
-    if is_fake():  # the probe in this process, whose operators have numbers
+    if is_fake():  # run the probe in this process, where the fake's operators compute real numbers
         from cases import device_runs  # noqa: PLC0415
 
         device_runs.shrink_probe()

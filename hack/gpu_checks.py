@@ -1,4 +1,4 @@
-"""Checks of gpu_session.py that need torch, Triton and pydantic alone, and rates of the kernels: a process each.
+"""The cells of gpu_session.py that need only torch, Triton and pydantic: checks and rates of the kernels.
 
 python hack/gpu_checks.py --output DIR --cell NAME
 """
@@ -40,12 +40,12 @@ KERNELS = {
     "halves": "halves and moment_type0",
     "large": "large or beyond or stream",
 }
-"""-k of pytest"""
+"""the tests of each cell, as pytest's -k"""
 TYPES = ("float32", "bfloat16", "float16")
 
 
 def build_native(output: Path) -> None:
-    """Beside the copy of the trainer that cells import."""
+    """Builds the native library beside the copy of the trainer that cells import."""
     if shutil.which("cmake") is None or shutil.which("c++") is None:
         say(built=False, why="no cmake or no C++ compiler: on the CPU torch's operations take the kernels' place")
         return
@@ -57,7 +57,7 @@ def build_native(output: Path) -> None:
 
 
 def every_kernel(output: Path, moments: MomentType) -> None:
-    """The check before the first step, as runs of every update rule and every type make it."""
+    """Makes the device check that runs make before their first step, for every update rule and type."""
     device = gpu_cells.device()
     lanes = CudaLanes(HostSlab(device_check.HOST_BYTES), DeviceLedger(None), cuda.CudaStreams(device))
     for rule in UpdateRule:
@@ -80,7 +80,8 @@ def kernels(output: Path, what: str) -> None:
 
 
 def update_rates(output: Path, gradient_type: str) -> None:
-    """Ours with a bfloat16 parameter out, torch's fused AdamW in float32, and a copy of as many bytes, in turns."""
+    """Measures in turns our update with a bfloat16 parameter out, torch's fused AdamW in float32, and a copy of as many
+    bytes as our update moves; and our sum and norm."""
     device = gpu_cells.device()
     scalars = UpdateScalars(1e-4, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95, gradient_scale=0.5)
     for count in (2**10,) if is_fake() else (2**20, 2**24, 2**28):
@@ -111,7 +112,8 @@ def update_rates(output: Path, gradient_type: str) -> None:
 
 
 def alternated(work: dict[str, Callable[[], object]], num_rounds: int = 30) -> dict[str, float]:
-    """Median seconds of each by device events, in turns after three rounds of warming up."""
+    """Runs all functions in turns, and returns the median seconds of each by device events. The first three rounds warm
+    up and do not count."""
     events: dict[str, list[Any]] = {name: [] for name in work}
     for round_number in range(num_rounds + 3):
         for name, function in work.items():

@@ -1,21 +1,22 @@
-"""What to do first on a machine with a GPU: is it right, then how fast is it. Unattended; no network, no installation.
+"""What to run first on a machine with a GPU: checks results, then measures speed. Unattended; no network, no
+installation.
 
     python hack/gpu_session.py --output DIR [--wheels WHEELS] [--minutes 9] [--only TEXT]
 
-Every cell is a process of its own with a limit of 60 s. DIR/results.jsonl gets a line after each, also of one that
-failed or could not begin; the same command goes on where it stopped (options: benchmarks/gpu_cells.py).
+Every cell is a process of its own with a limit of 60 s. DIR/results.jsonl gets a line after each cell, even if the cell
+failed or could not begin; the same command continues where it stopped (options: benchmarks/gpu_cells.py).
 
-    machine, rates           what is there; the links and a matrix product
-    native library           built into DIR where cmake and a compiler are there
+    machine, rates           what the machine has; rates of the links and of a matrix product
+    native library           is built into DIR if the machine has cmake and a compiler
     device check MOMENTS     every update rule and every type against the CPU's bits, through the lanes
     parity MODEL             attempts with every technique have the bits of one without any, on the same device
-    killed and resumed       a trainer process that is killed, and the one after it, have the bits of a whole one
-    spillway COMMAND         run, of a job file that names no device, and calibrate
+    killed and resumed       a killed trainer process and the one that resumes it have the bits of an undisturbed one
+    spillway COMMAND         run, with a job file that names no device; and calibrate
     sanitizer TOOL           compute-sanitizer over an attempt of three steps
     kernels WHAT             a part of tests/gpu, by pytest
-    update rates, cpu rates  AdamW, sums and norms of the device and of the CPU
+    update rates, cpu rates  AdamW, sums and norms on the device and on the CPU
     disk rates               of DIR's disk, through the trainer's I/O engine
-    S ...                    the cells that benchmarks/gpu_optimizer_offload.py calls FIRST: table.txt, traces/
+    S ...                    the cells of FIRST in benchmarks/gpu_optimizer_offload.py: table.txt, traces/
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gpu_cells import LEAST_PACKAGES, PACKAGES, Cell  # noqa: E402
 MOMENTS = ("float32", "bfloat16", "int8")
 MODELS = ("llama", "llama in float32", "llama in float16", "llama with int8 moments")
 OTHER_MODELS = ("gpt2", "bert", "t5", "adapters")
-"""that are built by transformers and peft"""
+"""models that transformers and peft build"""
 
 
 def cells(output: Path) -> list[Cell]:

@@ -2,14 +2,14 @@
 
     python hack/images.py                   both, as docker-archives in ~/.cache/spillway/testbed/images
     python hack/images.py operator          one of them
-    python hack/images.py --folder DIR      somewhere else
+    python hack/images.py --folder DIR      in another folder
 
-An image is built again when what goes into it has changed: its tag is the hash of the Dockerfile, of the files that it
-copies and of its base. NAME.json beside the archive says which image it is (`image`, `archive`, `layers`), for whoever
-imports it: `ctr --namespace k8s.io images import ARCHIVE`.
+An image is built again if its content has changed: its tag is the hash of the Dockerfile, the files that it copies and
+its base. NAME.json beside the archive describes the image (`image`, `archive`, `layers`) for programs that import it:
+`ctr --namespace k8s.io images import ARCHIVE`.
 
-Needs root, buildah and debootstrap (Debian's packages). This machine's certificate authorities, pip.conf and uv.toml
-are mounted while packages are fetched and end up in no layer.
+Needs root, buildah and debootstrap (Debian packages). This machine's certificate authorities, pip.conf and uv.toml are
+mounted while packages are fetched and are in no layer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIB = 2**20
 DEBIAN = "bookworm"
 DEBIAN_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 REMOVED = ("var/lib/apt/lists", "var/cache/apt", "var/log", "usr/share/man", "usr/share/locale", "usr/share/info")
-"""contents that an image does not need; licences stay"""
+"""folders whose contents an image does not need; licences stay"""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 WHEEL = ("pyproject.toml", "uv.lock", "README.md", "LICENSE", "CMakeLists.txt", "operator", "trainer_image")
@@ -69,7 +69,7 @@ class Built:
     """An image in a docker-archive."""
 
     image: str
-    """name and tag, as pods write it"""
+    """name and tag, as pods name it"""
     archive: str
     layers: tuple[int, ...]
     """uncompressed bytes of each layer, the base's first"""
@@ -81,12 +81,12 @@ class Built:
 
 
 class BuildFailed(Exception):
-    """A sentence for the terminal."""
+    """Raised if a build fails. The message is printed on the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buildah:
-    """buildah with a store of its own, so that nobody else's images are seen or touched."""
+    """buildah with a store of its own, so that it does not see or change any other images."""
 
     store: Path
     driver: str
@@ -94,7 +94,8 @@ class Buildah:
 
     @classmethod
     def at(cls, store: Path) -> Buildah:
-        """Overlay where the kernel lets us (layers are shared), else vfs (each layer is a full copy)."""
+        """Returns buildah with driver overlay (layers are shared) if the kernel allows it, else with vfs (each layer is
+        a full copy)."""
         missing = [tool for tool in ("buildah", "debootstrap") if shutil.which(tool) is None]
         if missing:
             raise BuildFailed(f"{' and '.join(missing)} not found: apt-get install buildah debootstrap")
@@ -125,7 +126,7 @@ class Buildah:
         )
 
     def __call__(self, *arguments: str) -> str:
-        """Run one command; its standard output. Raises BuildFailed with the end of what it said."""
+        """Runs one command and returns its standard output. Raises BuildFailed with the end of its output."""
         done = self._run(*arguments)
         if done.returncode:
             said = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
@@ -133,7 +134,7 @@ class Buildah:
         return done.stdout.strip()
 
     def ids(self, *filters: str) -> set[str]:
-        """Images that answer to `filters`."""
+        """Returns the ids of the images that match `filters`."""
         found = self._run("images", "--quiet", "--no-trunc", *filters)
         return set(found.stdout.split()) if found.returncode == 0 else set()
 
@@ -142,7 +143,7 @@ class Buildah:
 
 
 def base_image(buildah: Buildah) -> str:
-    """Debian with Python, made once by debootstrap: stands in for the Dockerfiles' default bases."""
+    """Returns an image of Debian with Python, made once by debootstrap. It replaces the Dockerfiles' default bases."""
     tag = hashlib.sha256(repr((DEBIAN, DEBIAN_PACKAGES, REMOVED)).encode()).hexdigest()[:12]
     image = f"localhost/spillway-base:{tag}"
     if buildah.ids(image):
@@ -175,7 +176,7 @@ def _debootstrap(folder: Path) -> None:
 
 
 def _mirror() -> list[str]:
-    """Where this machine's own packages come from, if it is of the same release."""
+    """Returns the mirror of this machine's own packages if it has the same release, else an empty list."""
     line = ["apt-get", "indextargets", "--format", "$(CODENAME) $(SITE)", "Created-By: Packages"]
     listed = subprocess.run(line, capture_output=True, text=True, check=False).stdout.splitlines()
     return [words[1] for words in map(str.split, listed) if words[0] == DEBIAN][:1]
@@ -185,7 +186,7 @@ def _mirror() -> list[str]:
 
 
 def build(recipe: Recipe, buildah: Buildah, folder: Path) -> Built:
-    """The image in `folder`, built unless the same one lies there already."""
+    """Returns the image in `folder`. Builds it unless the same image is there already."""
     base = base_image(buildah)
     image = f"local/spillway-{recipe.name}:{content_hash(recipe, base)}"
     record = folder / f"{recipe.name}.json"
@@ -213,7 +214,7 @@ def build(recipe: Recipe, buildah: Buildah, folder: Path) -> Built:
 
 
 def content_hash(recipe: Recipe, base: str) -> str:
-    """Hash of everything that decides what the image holds, file names and contents."""
+    """Returns the hash of everything that determines the image: names and contents of files, and the base."""
     digest = hashlib.sha256(base.encode())
     for path in (recipe.dockerfile, ".dockerignore", *recipe.inputs):
         for file in _files(ROOT / path):
@@ -223,7 +224,7 @@ def content_hash(recipe: Recipe, base: str) -> str:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """As .dockerignore leaves them."""
+    """Yields the files at `path` that .dockerignore does not exclude."""
     if path.is_file():
         yield path
     for file in sorted(path.rglob("*")):
@@ -232,7 +233,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def secrets() -> list[str]:
-    """This machine's way to the package index, as build secrets; what it has not is left out."""
+    """Returns this machine's access to the package index as build secrets; files that it does not have are left out."""
     authorities = os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt")
     found = {
         "ca": [authorities],
@@ -249,7 +250,7 @@ def secrets() -> list[str]:
 
 
 def layer_bytes(archive: Path) -> list[int]:
-    """Uncompressed bytes of each layer of a docker-archive, in order."""
+    """Returns the uncompressed bytes of each layer of a docker-archive, in order."""
     with tarfile.open(archive) as tar:
         manifest = tar.extractfile("manifest.json")
         assert manifest is not None
@@ -257,7 +258,7 @@ def layer_bytes(archive: Path) -> list[int]:
 
 
 def report(recipe: Recipe, built: Built) -> str:
-    """What was built, for people."""
+    """Describes for people what was built."""
     layers = " + ".join(f"{size / MIB:.1f}" for size in built.layers)
     spent = f"built in {built.build_seconds:.0f} s" if built.build_seconds else "up to date"
     return f"{recipe.name}: {built.image}, {layers} = {built.total_bytes / MIB:.1f} MiB, {spent}\n  {built.archive}"
@@ -270,7 +271,7 @@ def check_size(recipe: Recipe, built: Built) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One build at a time: two would prune each other's layers."""
+    """Holds a lock, so that only one build runs at a time: two would prune each other's layers."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,9 +1,10 @@
-"""python hack/supervised.py COMMAND …: run it, and leave nothing of it behind, however it ends.
+"""python hack/supervised.py COMMAND …: runs COMMAND and leaves nothing of it behind, however it ends.
 
-Every process that COMMAND starts, in whatever session, is a descendant of this one, which takes over orphans
-(PR_SET_CHILD_SUBREAPER). SIGINT (Ctrl-C), SIGTERM and SIGHUP are passed on to COMMAND as SIGINT, once; it gets
-GRACE_SECONDS to end, less after a second one. Then what is left is killed, and what a test bed without processes left
-on the machine is put back. The exit code is COMMAND's; 1 where it succeeded and left processes.
+Every process that COMMAND starts, in any session, is a descendant of this one, which adopts orphans
+(PR_SET_CHILD_SUBREAPER). SIGINT (Ctrl-C), SIGTERM and SIGHUP are passed on to COMMAND once, as SIGINT. COMMAND then has
+GRACE_SECONDS to end, or SHORT_GRACE_SECONDS after a second signal. Then the remaining processes are killed, and if
+there is a test bed without processes, its changes to the machine are undone. The exit code is COMMAND's; 1 if it
+succeeded and left processes; 128 plus the number of the first signal if there was one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main(command: list[str]) -> int:
 
 
 def _wait(child: subprocess.Popen[bytes], signals: list[int]) -> int:
-    """The child's exit code; 137 where it did not end in time after a signal."""
+    """Waits for the child. Returns its exit code, or 137 if it did not end in time after a signal."""
     passed_on, deadline = 0, float("inf")
     while True:
         _bury(all_but=child.pid)
@@ -66,14 +67,14 @@ def _wait(child: subprocess.Popen[bytes], signals: list[int]) -> int:
 
 
 def _bury(all_but: int | None = None) -> None:
-    """Reap orphans that have ended, as init does: who waits for one of them would see a zombie for ever."""
+    """Reaps orphans that have ended, as init does: a process that waits for one to go would see a zombie forever."""
     with suppress(ChildProcessError):
         while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid != all_but:
             os.waitpid(dead.si_pid, 0)
 
 
 def _end_all() -> list[str]:
-    """Kill all descendants, those too that they start meanwhile; their command lines."""
+    """Kills all descendants, including those that they start meanwhile. Returns their command lines."""
     left = {}
     while living := _descendants(os.getpid()):
         for pid in living:
@@ -88,7 +89,7 @@ def _end_all() -> list[str]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Living ones, children before their own."""
+    """Returns the living descendants of a process, parents before their children."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:

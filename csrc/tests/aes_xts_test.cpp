@@ -1,4 +1,5 @@
-// The published vector; every instruction set = portable; decrypted = given; the key is wiped nowhere but in its page.
+// The published vector; every instruction set gives the portable result; decryption restores the input; every handle
+// has its own key.
 #include <cstring>
 #include <random>
 #include <vector>

@@ -1,4 +1,4 @@
-// A test is a program: it exits with 0, or says where a fact does not hold and exits with 1.
+// A test is a program: it exits with 0, or reports which check failed and exits with 1.
 #pragma once
 
 #include <cstdio>

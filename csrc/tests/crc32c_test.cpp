@@ -1,4 +1,4 @@
-// The published vectors; every instruction set = software; combine = concatenation.
+// The published vectors; every instruction set gives the software's value; combining equals concatenation.
 #include <cstring>
 #include <random>
 #include <vector>

@@ -13,7 +13,7 @@ namespace {
 constexpr float kGuard = 7.0f;
 constexpr int64_t kMargin = 64;
 
-// At a line's beginning, so that offset 0 is one, too.
+// Memory that begins at a line, so that offset 0 does, too.
 template <class T>
 struct OfLines {
   using value_type = T;
@@ -40,7 +40,7 @@ struct Guarded {
   int64_t begin, n;
 };
 
-// Any bits: the instruction sets must agree on those, too.
+// Random bits, for which the instruction sets must agree, too.
 struct AnyMap {
   explicit AnyMap(uint32_t seed) : values(256), nearest(2 * SPILLWAY_NUM_BUCKETS) {
     std::mt19937 random(seed);
@@ -100,7 +100,7 @@ struct Arrays {
     return p == o.p && m == o.m && v == o.v && m16 == o.m16 && v16 == o.v16 && m8 == o.m8 && v8 == o.v8;
   }
   bool operator==(const Arrays& o) const { return states_are(o) && out16 == o.out16 && out32 == o.out32; }
-  // What an update elsewhere wrote is what `o` has after one in place; its own states are those of before.
+  // Whether an update to other arrays wrote what `o` has after one in place, and left its own states unchanged.
   bool made_elsewhere(const Arrays& o, const Arrays& untouched, int32_t moment_type, bool has_second) const {
     const bool half = moment_type == SPILLWAY_BFLOAT16, bytes = moment_type == SPILLWAY_INT8;
     const bool made_m = bytes ? same(new_m8, o.m8) : half ? same(new_m16, o.m16) : same(new_m, o.m);
@@ -113,7 +113,7 @@ struct Arrays {
            new_p.intact() && new_m.intact() && new_v.intact() && new_m16.intact() && new_v16.intact() && m8.intact() &&
            v8.intact() && new_m8.intact() && new_v8.intact();
   }
-  // The arrays themselves, wherever they begin.
+  // Compares the arrays themselves, wherever they begin.
   template <class T>
   static bool same(const Guarded<T>& a, const Guarded<T>& b) {
     return std::memcmp(&a.buffer[static_cast<size_t>(a.begin)], &b.buffer[static_cast<size_t>(b.begin)],
@@ -128,7 +128,8 @@ void compare(int64_t n, int64_t offset, int32_t isa, int32_t num_threads) {
       for (int32_t out_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_FLOAT16, SPILLWAY_NONE}) {
         const bool has_second = rule == SPILLWAY_ADAMW || rule == SPILLWAY_ADAM;
         for (int32_t moment_type : {SPILLWAY_FLOAT32, SPILLWAY_BFLOAT16, SPILLWAY_INT8}) {
-          // Threads share out pieces, whatever is in them: a quarter of what one thread does, every pair of values in it.
+          // Threads divide pieces whatever these hold, so a quarter of the cases of one thread suffices, with every
+          // pair of values in it.
           if (num_threads > 1 && (gradient_type + rule + out_type + moment_type) % 4 != 0) continue;
           Arrays plain = before, vectors = before, elsewhere = before;
           plain.step(rule, moment_type, gradient_type, out_type, SPILLWAY_ISA_SCALAR, 1, true);
@@ -207,7 +208,7 @@ int main() {
       compare(49, 1, isa, 3);  // one of the others
       continue;
     }
-#if !defined(__SANITIZE_THREAD__)  // in one thread it has nothing to find, and every length takes it minutes
+#if !defined(__SANITIZE_THREAD__)  // in one thread the sanitizer has nothing to find, and all lengths take minutes
     for (int64_t n = 0; n < 50; ++n) {
       for (int64_t offset : {0, 1, 31}) compare(n, offset, isa, 1);
     }

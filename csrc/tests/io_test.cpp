@@ -1,5 +1,5 @@
-// Real files, fork, threads, and random faults: a transfer moves the right bytes or says that it failed.
-// Arguments: operations with random faults, 10000, and the seed, 1.
+// Real files, fork, threads, and random faults: a transfer moves the right bytes or reports a failure. Arguments: the
+// number of operations with random faults (default 10000) and the seed (default 1).
 #include <errno.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -120,7 +120,7 @@ void test_pieces_and_the_end_of_the_file() {
   spillway_io_close(nullptr);
 }
 
-// EAGAIN and EINTR without end are an error in the end, and no call of the engine waits for ever.
+// Endless EAGAIN or EINTR is an error after some time, and no call of the engine waits forever.
 void test_a_call_that_never_moves_is_given_up() {
   for (const int64_t result : {-EAGAIN, -EINTR}) {
     int64_t answer = result;
@@ -177,7 +177,7 @@ void test_threads_share_a_handle() {
   std::vector<char> elsewhere(2 * kBytes);
   check_round_trip(io, elsewhere.data(), kBytes, 0, 9);
 
-#if !defined(__SANITIZE_THREAD__)  // which does not follow threads started after a multi-threaded fork
+#if !defined(__SANITIZE_THREAD__)  // it does not follow threads started after a multi-threaded fork
   const pid_t child = fork();
   if (child == 0) {
     check_round_trip(io, memory, kBytes, 0, 10);
@@ -197,7 +197,7 @@ void test_a_file_that_cannot_be_written_is_an_error_with_its_errno() {
   CHECK(pipe(ends) == 0);
   char block[4096] = {};
   for (const bool is_write : {true, false}) {
-    spillway_io* io = opened(ends[is_write ? 0 : 1], 2);  // the end that does the other thing
+    spillway_io* io = opened(ends[is_write ? 0 : 1], 2);  // the end for the other direction
     spillway_io_request request = {block, sizeof block, 0, 0, 0, -1, -1, 0};
     CHECK(spillway_io_transfer(io, is_write ? SPILLWAY_WRITE : SPILLWAY_READ, &request, 1) == SPILLWAY_IO_FAILED);
     CHECK(request.os_error != 0 && request.error_offset == 0);

@@ -1,4 +1,4 @@
-// The sum of squares is exact, against one addition of 640 bits a value, on every instruction set.
+// The sum of squares is exact: it equals one addition of 640 bits per value, on every instruction set.
 #include <algorithm>
 #include <cstring>
 #include <random>
@@ -43,7 +43,7 @@ void compare(std::vector<uint32_t> values, int32_t isa, int32_t num_threads) {
   check(halves.data(), SPILLWAY_BFLOAT16);
 }
 
-// `n` values of exponents lowest..highest, zeros and both signs among them.
+// `n` values with exponents lowest..highest, including zeros and both signs.
 std::vector<uint32_t> values_between(size_t n, uint32_t lowest, uint32_t highest, std::mt19937& random) {
   std::vector<uint32_t> values(n);
   for (uint32_t& bits : values) {
@@ -64,17 +64,19 @@ int main() {
     std::mt19937 random(1);
     for (size_t n : {0, 1, 1023, 1024, 1025, 5000}) compare(values_between(n, 0, 255, random), isa, 1);
     compare(values_between(3 << 20, 100, 120, random), isa, 4);
-    // At, inside and outside every border of what the fast sums can do: 19 exponents, the least and the greatest.
+    // At, inside and outside every limit of the fast sums: 19 exponents, the smallest and the largest.
     for (uint32_t highest : {1u, 19u, 20u, 21u, 22u, 63u, 77u, 78u, 127u, 190u, 191u, 254u, 255u}) {
       for (uint32_t span : {0u, 1u, 12u, 13u, 14u, 19u, 20u, 21u, 36u}) {
         compare(values_between(4096, highest - std::min(highest, span), highest, random), isa, 1);
       }
     }
-    // Every square rounds up, or down, by the most: the sums that must still be exact are at their greatest.
+    // Every square is rounded up, or down, by as much as possible: the sums that must still be exact are at their
+    // largest.
     for (uint32_t bits : {0x3FFFFFFFu, 0x3F800001u, 0x3FB504F3u, 0x7F7FFFFFu, 0x0A800001u}) {
       compare(std::vector<uint32_t>(1 << 14, bits), isa, 1);
     }
-    // What is rounded away adds up to nearly 2^53 units in all batches, and one value holds the last of these units.
+    // The remainders of the rounding add up to nearly 2^53 units in all batches, and one value has the last of these
+    // units.
     for (uint32_t bits : {0x3F800005u, 0x3F80000Bu}) {
       std::vector<uint32_t> values(1 << 14, bits);
       for (size_t i = 0; i < values.size(); i += 1024) values[i] = (127 - 19) << 23 | 1;

@@ -1,5 +1,5 @@
-// Blocks never overlap and keep their bytes; freed memory is used again; residency keeps to its bound, by the kernel's
-// count, too; several threads and a child process may go on.
+// Blocks never overlap and keep their bytes; freed memory is reused; residency stays within its bound, also as counted
+// by the kernel; several threads and a child process may use the pool.
 #include "tensor_pool.h"
 
 #include <sys/mman.h>
@@ -25,7 +25,7 @@ bool is_filled(const unsigned char* bytes, uint64_t nbytes, unsigned char value)
   return bytes[0] == value && std::memcmp(bytes, bytes + 1, nbytes - 1) == 0;
 }
 
-// Pages that the kernel has given for [memory, memory + nbytes).
+// Bytes of the pages that the kernel has given for [memory, memory + nbytes).
 uint64_t kernel_bytes(void* memory, uint64_t nbytes) {
   std::vector<unsigned char> pages(nbytes / TensorPool::kPage);
   CHECK(mincore(memory, nbytes, pages.data()) == 0);
@@ -68,7 +68,7 @@ int main() {
     CHECK(pool.ready() && !pool.owns(&elsewhere) && !pool.owns(nullptr));
     random_blocks_keep_their_bytes(pool, 1, 3000);
     CHECK(pool.held_bytes() == 0);
-    // All of it is one run again, and no more fits.
+    // All of it is one free run again, and no more fits.
     void* whole = pool.allocate(256 * kMiB);
     CHECK(whole != nullptr && pool.allocate(1) == nullptr);
     pool.deallocate(whole);
@@ -80,7 +80,7 @@ int main() {
     for (int i = 0; i < 8; i += 2) pool.deallocate(first[i]);
     for (int i = 0; i < 4; ++i) second.push_back(pool.allocate(4 * kMiB));
     std::sort(second.begin(), second.end());
-    for (int i = 0; i < 4; ++i) CHECK(second[i] == first[2 * i]);  // holes of the same size, filled without a rest
+    for (int i = 0; i < 4; ++i) CHECK(second[i] == first[2 * i]);  // gaps of the same size, filled completely
     CHECK(pool.resident_bytes() == 32 * kMiB);
   }
   {
@@ -88,18 +88,19 @@ int main() {
     auto* low = static_cast<unsigned char*>(pool.allocate(64 * kMiB));
     std::memset(low, 1, 64 * kMiB);
     pool.deallocate(low);
-    CHECK(pool.resident_bytes() == 64 * kMiB);  // what the fullest moment needed stays
+    CHECK(pool.resident_bytes() == 64 * kMiB);  // what the peak needed stays
     pool.mark();
     CHECK(pool.resident_bytes() == 64 * kMiB);
     pool.mark();
-    CHECK(pool.resident_bytes() == kSlack);  // nothing since: it goes
+    CHECK(pool.resident_bytes() == kSlack);  // nothing was held since: it is freed
     CHECK(kernel_bytes(low, 64 * kMiB) <= kSlack);
     auto* again = static_cast<unsigned char*>(pool.allocate(64 * kMiB));
     CHECK(again == low && again[64 * kMiB - 1] == 0);
     pool.deallocate(again);
   }
   {
-    // Holes that fit nobody: their pages go before others are touched, and what is resident keeps to held and slack.
+    // Gaps into which no block fits: their pages are freed before others are touched, and residency stays within held
+    // bytes plus slack.
     TensorPool pool(1024 * kMiB, kSlack);
     std::vector<void*> small, large;
     for (int i = 0; i < 32; ++i) small.push_back(pool.allocate(4 * kMiB));

@@ -37,7 +37,7 @@ int main() {
   }
   for (std::thread& caller : callers) caller.join();
 
-#if !defined(__SANITIZE_THREAD__)  // which does not follow threads started after a multi-threaded fork
+#if !defined(__SANITIZE_THREAD__)  // it does not follow threads started after a multi-threaded fork
   const pid_t child = fork();
   if (child == 0) {
     run_and_check(slot.get(), 1000, 4);

@@ -84,7 +84,7 @@ PROGRAMS = (
         for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl", "kube-proxy")
     ),
     Program("etcd", "etcd", "go.etcd.io/etcd/server/v3"),
-    Program("coredns", "coredns", "github.com/coredns/coredns"),
+    Program("coredns", "coredns", "."),
     Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
     # Debian's is built without service discovery.
     Program("prometheus", "prometheus", "github.com/prometheus/prometheus/cmd/prometheus", tags=PROMETHEUS_TAGS),

@@ -1,7 +1,7 @@
 """Every error that reaches a user, with its exit code.
 
     SpillwayError
-    ├── UserError                64   a bad manifest, corpus, directory or entry point: say where, what, what to do
+    ├── UserError                64   a bad manifest, corpus, directory or entry point; messages say what to do
     │   └── InvalidJob           64   the manifest, field by field
     ├── DoesNotFit               4    no plan fits the budgets (`spillway plan`, `spillway run`; before anything starts)
     ├── DeviceOutOfMemory        70
@@ -14,7 +14,7 @@
     ├── Fenced                   77   a newer epoch owns the run
     └── DeviceFault              78   the device fails, or does not compute what it should
 
-One class per way of reacting. Messages read: where, what was found, what to do.
+There is one class for each way of reacting to an error. Messages say: where, what was found, what to do.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ RANK_CRASHED = "RankCrashed"
 
 
 def reason_of(exit_code: int) -> str:
-    """The reason for a trainer's exit code; unknown codes, those of the command alone and signals are RankCrashed."""
-    of_the_command = (ExitCode.FITS_WITH_SPILLING, ExitCode.DOES_NOT_FIT)  # a script may end with 3 or 4, too
+    """The reason for a trainer's exit code; RankCrashed for unknown codes, for signals, and for codes that only the
+    command uses."""
+    of_the_command = (ExitCode.FITS_WITH_SPILLING, ExitCode.DOES_NOT_FIT)  # a user's script may end with 3 or 4, too
     try:
         return RANK_CRASHED if exit_code in of_the_command else ExitCode(exit_code).reason
     except ValueError:
@@ -73,7 +74,7 @@ class SpillwayError(Exception):
 
 
 class UserError(SpillwayError):
-    """Something the user gave is wrong; the message names it and what to do."""
+    """The user provided something wrong; the message names it and says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class FieldProblem:
 
 
 class InvalidJob(UserError):
-    """A manifest that cannot be accepted: all wrong fields at once, never only the first."""
+    """A manifest that cannot be accepted; the message lists all wrong fields, not only the first."""
 
     def __init__(self, source: str, problems: Sequence[FieldProblem]) -> None:
         lines = "\n".join(f"  {problem}" for problem in problems)

@@ -19,9 +19,9 @@ EXTRAS = {
     "trackers": ("tensorboardx", "mlflow-skinny", "wandb"),
     "deepspeed": ("deepspeed",),
 }
-"""Extra of pyproject.toml -> distributions that it brings."""
+"""Extra of pyproject.toml -> distributions that it installs."""
 _MODULES = {"tensorboardx": "tensorboardX", "mlflow-skinny": "mlflow"}
-"""Of distributions that are not named as their module."""
+"""Modules of the distributions whose module has a different name."""
 
 
 def install_command(extra: str) -> str:
@@ -29,13 +29,13 @@ def install_command(extra: str) -> str:
 
 
 def need(extra: str) -> None:
-    """Raises UserError where it is not installed."""
+    """Raises UserError if a distribution of `extra` is not installed."""
     if absent := [name for name in EXTRAS[extra] if find_spec(_MODULES.get(name, name.replace("-", "_"))) is None]:
         raise UserError(f"Python packages not installed: {', '.join(absent)}; run: {install_command(extra)}")
 
 
 def need_for(spec: TrainingJobSpec, num_ranks: int) -> None:
-    """What training a job, or each of its members, takes."""
+    """Raises UserError if an extra is missing that training the job, or any of its members, needs."""
     need("trainer")
     if spec.tracking is not None:
         need("trackers")

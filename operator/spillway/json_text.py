@@ -7,7 +7,8 @@ from typing import Any
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """The object that `text` holds; None where it holds none: no JSON, another type, nested deeper than is read."""
+    """The object that `text` holds; None if `text` is not JSON, holds another type, or is nested too deeply to
+    parse."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

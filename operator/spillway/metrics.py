@@ -11,8 +11,8 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Parts of a step whose seconds add up to the step; `wait` is time spent waiting for copies and I/O, `exchange` for
-    the other ranks and their gradients, after backward."""
+    """Parts of a step, whose seconds add up to those of the step. `wait` is time spent waiting for copies and I/O;
+    `exchange` is time spent after backward waiting for the other ranks and their gradients."""
 
     DATA = "data"
     FORWARD = "forward"
@@ -42,24 +42,25 @@ class StepMetrics:
     tier_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes held per tier at the end of the step."""
     tier_peak_bytes: dict[str, int] = field(default_factory=dict)
-    """Peak bytes per tier during the step; on a Cuda device those of torch's allocator."""
+    """Peak bytes per tier during the step; on a Cuda device those that torch's allocator reserved."""
     allocator_retries: int = 0
-    """How often that allocator found no memory, freed its cache and tried again; the device waits meanwhile."""
+    """How often torch's allocator found no free memory, freed its cache and tried again; the device waits meanwhile."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes per link in this step: h2d, d2h, nvme_read, nvme_write; network: sent to other ranks; cpu: bytes
     touched by CPU updates."""
     lane_seconds: dict[str, float] = field(default_factory=dict)
-    """Busy seconds of each of those; they overlap one another and the phases."""
+    """Busy seconds of each link of `moved_bytes`; the links overlap one another and the phases."""
     cpu_seconds: float = 0.0
     """CPU seconds of the rank's process in this step, all threads together."""
     skipped: bool = False
-    """True when the gradients were not finite and the update was left out (nonFinite: SkipStep, or `overflowed`)"""
+    """Whether the update was left out because gradients were not finite (nonFinite: SkipStep, or `overflowed`)."""
     loss_scale: float | None = None
     """Factor by which the loss of this step was multiplied; None without loss scaling."""
 
     @property
     def overflowed(self) -> bool:
-        """Left out because the loss scale was too large for float16: the loss itself was finite."""
+        """Whether the update was left out because the loss scale was too large for float16: the loss itself was
+        finite."""
         return self.skipped and self.loss_scale is not None and math.isfinite(self.loss)
 
     @property
@@ -76,7 +77,7 @@ class Metric:
 
     name: str
     kind: str
-    """Gauge or counter."""
+    """Gauge, counter or histogram."""
     help: str
     labels: tuple[str, ...] = ()
 
@@ -171,11 +172,11 @@ CHECKPOINTS_MISSED = Metric(
     PREFIX + "checkpoints_missed_total", "counter", "Checkpoints that the disk rejected; training goes on."
 )
 RANK_UP = Metric(PREFIX + "rank_up", "gauge", "1 when the rank answered its launcher in this scrape.", (RANK_LABEL,))
-"""The launcher's own series; every other series is a rank's."""
+"""The only series that the launcher exports; all others are exported by ranks."""
 
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 
-# --- of a sweep's members: exported by a sweep only, so they are not in ALL -------------------------------------------
+# --- of a sweep's members: only sweeps export them, so they are not in ALL --------------------------------------------
 
 MEMBER_LABEL = "member"
 MEMBER_PREFIX = PREFIX + "member_"
@@ -286,8 +287,9 @@ OPERATOR_EVENTS = Metric(
     OPERATOR_PREFIX + "events_total", "counter", "Events by result: posted, repeated (left out), failed.", ("result",)
 )
 
-# Service levels. Of more than MOST_NAMESPACES with jobs, the others are "other". Counters and histograms count what
-# happened since this operator started; the gauges are computed from the statuses, so they are exact after a restart.
+# Service levels. If more than MOST_NAMESPACES namespaces have jobs, the series of the others have the namespace
+# "other". Counters and histograms count what happened since this operator started; the gauges are computed from the
+# statuses, so they are exact after a restart.
 
 MOST_NAMESPACES = 50
 OTHER = "other"
@@ -356,13 +358,14 @@ OPERATOR: tuple[Metric, ...] = tuple(
     value for name, value in list(globals().items()) if name.startswith("OPERATOR_") and isinstance(value, Metric)
 )
 
-# --- of a node, by the node exporter (spillway_operator.node_exporter): each has the label `node`, too ----------------
+# --- of a node, exported by spillway_operator.node_exporter: each also has the label `node` ---------------------------
 
 NODE_PREFIX = PREFIX + "node_"
 NODE_LABEL = "node"
 DISK_LABELS = ("mountpoint", "storage_class", "drive")
 DEVICE_LABELS = ("gpu", "UUID", "GPU_I_ID")
-"""As dcgm-exporter names them, so that both speak of one device. GPU_I_ID: its MIG instance; empty = the whole GPU."""
+"""Named as in dcgm-exporter, so that both describe the same device by the same labels. GPU_I_ID: its MIG instance;
+empty = the whole GPU."""
 NODE_MEMORY_AVAILABLE = Metric(
     NODE_PREFIX + "memory_available_bytes", "gauge", "Host memory that programs can still allocate without swapping."
 )

@@ -1,6 +1,7 @@
 """Parameter groups: parameters with their own learning rate or weight decay.
 
-A parameter belongs to the first group that matches it. A group that nothing belongs to is a mistake, and an error.
+A parameter belongs to the first group that matches it. A group to which no parameter belongs is a mistake, and raises
+UserError.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ NUM_NEAR = 3
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What its parameters have of their own."""
+    """One group: which parameters it matches, and the settings that differ for them."""
 
     match: str
-    """Glob of names: * matches any characters including dots, ? one, [ab] one of these."""
+    """Glob for parameter names: * matches any characters including dots, ? matches one character, [ab] matches a or
+    b."""
     learning_rate_factor: float = 1.0
     weight_decay: float | None = None
-    """None: that of all others"""
+    """None: the same as for all other parameters."""
 
 
 def groups_by_name(groups: Sequence[Group], names: Sequence[str], tied: Mapping[str, str]) -> dict[str, Group]:
-    """The group of each of `names`, the trained parameters; those in none are left out. `tied` aliases are updated with
-    their owners and belong to no group themselves.
+    """The group of each of `names`, the trained parameters; parameters in no group are left out. Aliases (the keys of
+    `tied`) are updated with their owners and belong to no group themselves.
 
     Raises UserError for a group that no parameter belongs to.
     """

@@ -18,13 +18,14 @@ PLAN_VERSION: Literal[1] = 1
 SHARE_TOLERANCE = 1e-6
 """Rounding error that a sum of shares may have."""
 SLAB_SLACK = 1.05
-"""A slab exceeds the plan's bytes by this factor, within the budget: extents are rounded to pages and fragment."""
+"""A slab is larger than the plan's bytes by this factor, up to the budget, because extents are rounded up to pages and
+fragment."""
 SLAB_EXTRA_BYTES = 2**20
-"""Added on top, for slabs of a few pages."""
+"""Bytes added to every slab in addition, for slabs of only a few pages."""
 
 
 class Tier(StrEnum):
-    """Where bytes live, nearest first; the order is meaningful."""
+    """Where bytes live, ordered from the tier nearest to the device to the farthest; code relies on this order."""
 
     DEVICE = "device"
     HOST = "host"
@@ -32,7 +33,7 @@ class Tier(StrEnum):
 
 
 class Policy(StrEnum):
-    """The four answers for what one segment saves for backward."""
+    """What happens to the activations that one segment saves for backward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -45,7 +46,9 @@ DeviceKind = Literal["Cpu", "Cuda"]
 Order = Literal["InOrder", "WeightStationary"]
 """Order of a step's micro-batches: one at a time through the model, or all through one segment at a time."""
 Overlap = Literal["None", "Forward", "Backward"]
-"""What the update of the optimizer may run beside."""
+"""The phase that the optimizer's update may overlap (see OptimizerPlan.overlap)."""
+NCCL_BYTES = 2**30
+"""Device memory of NCCL's own buffers on each rank, outside torch's allocator. Assumed; not measured yet."""
 
 
 class Frozen(BaseModel):
@@ -53,26 +56,29 @@ class Frozen(BaseModel):
 
 
 class TierBytes(Frozen):
-    """Peak bytes of one rank in one tier, by purpose. `total` is what the budget is held against."""
+    """Peak bytes of one rank in one tier, by purpose. `total` is compared with the budget."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer_states: int = 0
     activations: int = 0
     buffers: int = 0
-    """Staging, reload windows, slots of streamed subgroups."""
+    """Staging buffers, activations being copied, slots of streamed parameters and optimizer states, gradients being
+    exchanged."""
     workspace: int = 0
     """Transient tensors of forward and backward that no technique owns: logits, temporaries of one block."""
     allocator: int = Field(default=0, exclude_if=lambda size: not size)
-    """Cuda: what torch's allocator takes beyond the tensors: whole pages, holes between blocks, cuBLAS's workspaces"""
+    """On Cuda, what torch's allocator takes in addition to the tensors: partly filled pages, holes between blocks,
+    cuBLAS's workspaces, and NCCL's buffers."""
     correction: int = 0
-    """What observation adds to the prediction in the other rows, because the model took more before."""
+    """Bytes added to the predictions in the other rows, because earlier runs of the model took more than predicted."""
     reserve: int = Field(default=0, exclude_if=lambda size: not size)
-    """Kept free until a live correction moves activations here from a tier whose volume others fill."""
+    """Kept free for activations that a live correction moves here from a tier whose volume others fill."""
 
     @property
     def predicted(self) -> int:
-        """By arithmetic alone; what observed bytes are compared with."""
+        """Bytes predicted by arithmetic alone, without correction and reserve; observed bytes are compared with
+        this."""
         held = (self.parameters, self.gradients, self.optimizer_states, self.activations, self.buffers)
         return sum(held) + self.workspace + self.allocator
 
@@ -82,7 +88,7 @@ class TierBytes(Frozen):
 
 
 class OptimizerPlan(Frozen):
-    """optimizer_offload: shares of the parameters by where their update runs; they sum to 1."""
+    """Settings of optimizer_offload: shares of the parameters by where their update runs; the shares sum to 1."""
 
     cpu_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """c: states in host memory, updated by CPU threads."""
@@ -97,10 +103,12 @@ class OptimizerPlan(Frozen):
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the update"""
     overlap: Overlap = "None"
-    """What the update overlaps. Forward: the next forward, whose segments wait for their own parameters. Backward: also
-    backward, during which some parameters are updated before it is known whether that counts."""
+    """What the update overlaps. Forward: the next forward, in which each segment waits only for its own parameters.
+    Backward: also backward, during which some parameters are updated before it is known whether their update is
+    valid."""
     speculative_parameters: int = Field(default=0, ge=0)
-    """Backward: how many, at most; they have a second set of states in host memory"""
+    """With overlap Backward, the most parameters that are updated during backward; they have a second set of states in
+    host memory."""
 
     @model_validator(mode="after")
     def _shares_sum_to_one(self) -> Self:
@@ -117,22 +125,25 @@ class OptimizerPlan(Frozen):
 
     @property
     def updated_by_cpu(self) -> float:
-        """c + n: CPU threads update it, its accumulators are in host memory, its new values go up the link or home."""
+        """c + n, the share that CPU threads update: its accumulators are in host memory, and its new values are copied
+        to the device or to the parameters' homes."""
         return self.cpu_share + self.nvme_share
 
 
 class ActivationPlan(Frozen):
-    """activation_spill: one answer per segment of the model, in forward order."""
+    """Settings of activation_spill: one policy per segment of the model, in forward order."""
 
     answers: tuple[Policy, ...] = ()
-    """Empty: keep everywhere."""
+    """Empty: all activations are kept on the device."""
     minimum_bytes: int = Field(default=64 * 1024, ge=0)
-    """Smaller storages are kept: moving them costs more than it frees."""
+    """Smaller storages are kept on the device, because moving them costs more than it frees."""
     window_bytes: int = Field(default=256 * 2**20, ge=0)
-    """Saved bytes of spilled segments that may be on the device while they are copied; beyond that, forward waits."""
+    """The most bytes of spilled segments that may be on the device while they are being copied out; at this limit
+    forward waits."""
     num_io_threads: int = Field(default=2, ge=1)
     lean: bool = False
-    """Blocks that are not recomputed drop norms, activation functions and products; backward rebuilds them."""
+    """Whether blocks that are not recomputed drop the outputs of norms, activation functions and products, which
+    backward rebuilds."""
 
     @property
     def uses(self) -> frozenset[Policy]:
@@ -140,7 +151,8 @@ class ActivationPlan(Frozen):
 
 
 class ParameterPlan(Frozen):
-    """model_spill: where each segment's parameters live, and how those not resident pass through the device."""
+    """Settings of model_spill: where each segment's parameters live, and how parameters that are not resident pass
+    through the device."""
 
     homes: tuple[Tier, ...] = ()
     """One per segment in forward order: device = resident; host, nvme = streamed from there. Empty: all resident."""
@@ -149,7 +161,7 @@ class ParameterPlan(Frozen):
     order: Order = "InOrder"
     """One micro-batch at a time through all segments, or all micro-batches through one segment at a time."""
     boundaries: Policy = Policy.KEEP
-    """WeightStationary: where what segments hand on waits for backward (keep, host or nvme)"""
+    """With order WeightStationary, where the tensors that segments hand on wait for backward (keep, host or nvme)."""
 
     @property
     def streams(self) -> bool:
@@ -157,20 +169,20 @@ class ParameterPlan(Frozen):
 
 
 class Prediction(Frozen):
-    """Predicted seconds of one optimizer step of one rank, and what binds it."""
+    """Predicted seconds of one optimizer step of one rank, and the resource that bounds it."""
 
     step_seconds: float
     calibrated: bool = False
-    """Whether the rates were measured on this machine or node. Catalog rates may be off several times, for small models
-    a hundred times."""
+    """Whether the rates were measured on this machine or node. Catalog rates may be wrong by a factor of several, for
+    small models by a factor of a hundred."""
     compute_seconds: float
     """Forward, backward and recomputation."""
     exposed_optimizer_seconds: float
     """Update time that is not hidden behind compute."""
     exposed_transfer_seconds: float
-    """Time of activation copies and disk that is not hidden behind compute."""
+    """Time of copies, disk and exchange between ranks that is not hidden behind compute."""
     bound_by: str
-    """compute, H2D, D2H, DRAM, disk read, disk write, CPU update or network."""
+    """The resource that bounds the step: compute, H2D, D2H, DRAM, disk read, disk write, CPU update or network."""
     link_bytes: dict[str, int] = Field(default_factory=dict)
     """Bytes per step: h2d, d2h, dram, nvme_read, nvme_write."""
     phase_seconds: dict[str, float] = Field(default_factory=dict)
@@ -179,23 +191,24 @@ class Prediction(Frozen):
     """What each phase of a step has to do, in bytes, FLOPs and counts; calibration compares it with measured
     seconds."""
     nvme_read_bytes_per_second: float = 0.0
-    """Rate of this rank's share of the node's drives that the plan assumed; 0: nothing is on NVMe, or unknown."""
+    """The rate that the plan assumed for this rank's share of the node's drives; 0: nothing is on NVMe, or the rate is
+    unknown."""
     nvme_write_bytes_per_second: float = 0.0
     nvme_written_bytes_per_day: float = 0.0
     """Bytes written by this rank in the busiest day; a job shorter than a day writes only what its steps write."""
     drive_writes_per_day: float = 0.0
-    """The same in capacities of this rank's share of the node's drives."""
+    """The same in multiples of the capacity of this rank's share of the node's drives."""
     years_until_rated_writes: float | None = None
     """Years of such writing until the drives reach their rated total; None: nothing is written, or no rating is
     known."""
 
     def format(self, seconds: float) -> str:
-        """`seconds` of this prediction in the digits that are meant."""
+        """`seconds` of this prediction as text, with only the digits that are meaningful."""
         return format_seconds(seconds) if self.calibrated else format_rough_seconds(seconds)
 
     @property
     def step(self) -> str:
-        """1.35 s; about 310 ms"""
+        """The seconds of a step as text: 1.35 s, or from catalog rates about 310 ms."""
         is_exact = self.calibrated or self.step_seconds < 1e-3  # "under 1 ms"
         return f"{'' if is_exact else 'about '}{self.format(self.step_seconds)}"
 
@@ -218,7 +231,7 @@ class MemoryPlan(Frozen):
     node: str
     """Catalog name of the node class, for example 8x-h100-80 or local."""
     device: DeviceKind = "Cpu"
-    """Kind of device; on a CPU its memory is also host memory."""
+    """Kind of device; the memory of a Cpu device is host memory."""
     mode: Literal["Auto", "Advise", "Disabled"]
     strategy: Strategy = "Ddp"
     world_size: int = 1
@@ -233,24 +246,26 @@ class MemoryPlan(Frozen):
     bytes: dict[Tier, TierBytes]
     budget: dict[Tier, int]
     unplanned_bytes: int = Field(default=0, ge=0)
-    """Memory of a pod on top of everything counted, because a pod of the model was killed for its memory."""
+    """Memory of a pod in addition to everything that is counted, because a pod of this model was killed for exceeding
+    its memory."""
     process_bytes: int = Field(default=0, ge=0)
-    """Host memory on top of the plan for all processes of a node: interpreters, libraries, page cache, checkpoint
-    buffers."""
+    """Host memory that all processes of a node need in addition to the plan: interpreters, libraries, page cache,
+    checkpoint buffers."""
     machine_bytes: int = Field(default=0, ge=0)
-    """Host memory that a node needs for them and for the plans of its ranks; a pod's request, unless evidence lowers
-    it."""
+    """Host memory that a node needs for its processes and for the plans of its ranks; a pod requests this much, unless
+    evidence from earlier runs lowers it."""
     checkpoint_bytes: int = Field(default=0, ge=0)
-    """Size of one checkpoint; 0: of a version that did not say."""
+    """Size of one checkpoint; 0: the plan is of a version that did not record it."""
     snapshot_bytes: int = Field(default=0, ge=0, exclude_if=lambda size: not size)
-    """Host memory on top of the slab, within the budget: for a copy of the states, from which a checkpoint is written
-    while training goes on. 0: training stops for that."""
+    """Host memory in addition to the slab, within the budget, for a copy of the states from which a checkpoint is
+    written while training goes on. 0: training stops while a checkpoint is written."""
     prediction: Prediction
     reasons: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     members: tuple[MemberPlan, ...] = ()
-    """Members of a sweep, in the order of spec.members. Bytes, budget and prediction above are then those of all
-    together, the rest is that of the member that needs most of the device. Empty: one model."""
+    """Members of a sweep, in the order of spec.members. `bytes` and `budget` then cover all members together,
+    `prediction` is a step of the slowest, and the other fields are those of the member that needs most of the device.
+    Empty: one model."""
     turns: Turns | None = None
     """How members take turns; None: one model."""
 
@@ -263,6 +278,17 @@ class MemoryPlan(Frozen):
     def member_devices(self) -> int:
         """Devices of a node on which members train at the same time."""
         return 1 if self.turns is None else self.turns.num_devices
+
+    @property
+    def nccl_bytes(self) -> int:
+        """The part of the device's planned bytes that torch's allocator must leave to NCCL."""
+        return NCCL_BYTES * (self.device == "Cuda" and self.world_size > 1)
+
+    @property
+    def kept_strategy(self) -> Strategy | None:
+        """The strategy that further attempts keep, because others add gradients in another order; None for one rank,
+        which shards nothing."""
+        return self.strategy if self.world_size > 1 else None
 
     @property
     def spills(self) -> bool:
@@ -289,15 +315,17 @@ class Turns(Frozen):
     """Sequential: one member after the other; RoundRobin: the member with the fewest turns; LongestFirst: on several
     devices, the member with the longest remaining time."""
     num_devices: int = Field(default=1, ge=1)
-    """Of a node, each with members of its own at a time."""
+    """Devices of the node; each trains members of its own at the same time."""
     num_steps: int = Field(ge=1)
-    """Steps per turn; a member that ends, or waits for a halving round, ends its turn."""
+    """Steps per turn; a turn ends early when its member completes its last step or waits for a round of successive
+    halving."""
     num_attached: int = Field(default=1, ge=1)
-    """Most members whose memory is allocated at a time; the others are parked, or have not begun."""
+    """The most members per device whose memory is allocated at the same time; the others are parked or have not
+    begun."""
     seconds: float
     """Predicted seconds until all members have trained all their steps, including parking."""
     bound_seconds: float
-    """Lower bound of seconds that no schedule can beat."""
+    """A lower bound on the seconds of any schedule."""
 
 
 class MemberPlan(Frozen):
@@ -305,30 +333,32 @@ class MemberPlan(Frozen):
 
     name: str
     plan: MemoryPlan
-    """Plan of its solo run under the sweep's budgets, less what parked members take. On a shared base the bytes are
-    those of all attached members together, and the prediction is the member's part of a round."""
+    """Plan of the member as a run of its own, within the sweep's budgets minus the bytes of parked members. For members
+    on a shared base, its bytes are those of all attached members together, and its prediction is the member's part of a
+    round."""
     parked_bytes: int = Field(ge=0)
     """Bytes on NVMe while another member has its turn: masters and moments."""
     num_steps: int = Field(ge=1)
     parking_seconds: float = 0.0
-    """Predicted seconds of parking per turn: states out and in, model and memory rebuilt."""
+    """Predicted seconds of parking per turn: writing the states out, reading them in, rebuilding the model and its
+    memory."""
     base: str = ""
-    """First of the members that share its frozen parameters, which exist once for all attached members; empty: it has a
-    model of its own."""
+    """Name of the first member that shares this member's frozen base model, of which all attached members use one copy;
+    empty: the member has a model of its own."""
     num_attached: int = Field(default=1, ge=1)
-    """Most members on that base that are attached together."""
+    """The most members on that base that are attached at the same time."""
 
 
 MemoryPlan.model_rebuild()
 
 
 class Infeasible(Frozen):
-    """Nothing fits: a value, not an exception."""
+    """The planner's answer when nothing fits: a value, not an exception."""
 
     job: str
     node: str
     missing_bytes: dict[Tier, int]
-    """Of the nearest candidate, per tier."""
+    """Bytes that the nearest candidate lacks, per tier."""
     budget: dict[Tier, int]
     nearest: str
     """The nearest configuration that fits, as a sentence with the YAML fields to change."""

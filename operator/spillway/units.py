@@ -1,4 +1,5 @@
-"""Parses Kubernetes quantities, formats figures for people. Names of numbers end in units: `_bytes`, `_seconds`."""
+"""Parses Kubernetes quantities and formats numbers for people. Names of numbers end in their units: `_bytes`,
+`_seconds`."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ _SUFFIX = {
 }  # fmt: skip
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
 BYTES_PATTERN = QUANTITY_PATTERN.replace("num", "")
-"""Without n, u and m, which are fractions of a byte."""
+"""QUANTITY_PATTERN without the suffixes n, u and m, which mean fractions of a byte."""
 POSITIVE_QUANTITY_PATTERN = (
     r"^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*)(([KMGTPE]i)|[numkMGTPE]|[eE][0-9]+)?$"
 )
-"""With a digit that is not 0."""
+"""QUANTITY_PATTERN with at least one digit that is not 0."""
 POSITIVE_BYTES_PATTERN = POSITIVE_QUANTITY_PATTERN.replace("num", "")
 _QUANTITY = re.compile(r"^([0-9]+(?:\.[0-9]+)?)(?:([KMGTPE]i|[numkMGTPE])|[eE]([0-9]{1,2}))?$")
 
@@ -39,7 +40,8 @@ def parse_quantity(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """`parse_quantity` of what a user writes: 64m, a fraction of a byte to Kubernetes, is a slip for 64Mi."""
+    """`parse_quantity` for bytes that a user writes. Raises ValueError also for suffixes like that of 64m, which is a
+    fraction of a byte in Kubernetes; the user surely means 64Mi."""
     num_bytes = parse_quantity(text)
     if text[-1] in "num":
         raise ValueError(f"{text!r}: {text[-1]} is a fraction of a byte in Kubernetes; write for example {text[:-1]}Mi")
@@ -47,7 +49,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_cores(text: str) -> float:
-    """Cores of a Kubernetes quantity: "500m" -> 0.5; less than a thousandth of a core rounds up to one."""
+    """Cores of a Kubernetes quantity: "500m" -> 0.5; fractions of a thousandth of a core round up."""
     try:
         exact = _exact(text)
     except ValueError:
@@ -113,7 +115,8 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rough_seconds(seconds: float) -> str:
-    """Of a prediction from catalog rates, which means no third digit: 0.306 -> "310 ms", 7e-5 -> "under 1 ms"."""
+    """Formats seconds predicted from catalog rates, of which only two digits are meaningful: 0.306 -> "310 ms", 7e-5 ->
+    "under 1 ms"."""
     return "under 1 ms" if seconds < 1e-3 else format_seconds(float(f"{seconds:.2g}"))
 
 
@@ -126,5 +129,5 @@ def format_count(count: float) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """ "1 file", "2 files"."""
+    """1 -> "1 file", 2 -> "2 files"."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

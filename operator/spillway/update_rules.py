@@ -1,9 +1,9 @@
-"""The supported optimizers: states per parameter, fields, bytes moved by an update.
+"""The supported optimizers: their states per parameter, their fields in the spec, the bytes that an update moves.
 
-    AdamW         Loshchilov & Hutter 2019: weight decay shrinks the parameter, apart from the gradient
+    AdamW         Loshchilov & Hutter 2019: weight decay shrinks the parameter, separately from the gradient
     Adam          torch.optim.Adam: weight decay is added to the gradient (L2)
     SgdMomentum   torch.optim.SGD with momentum, without dampening: weight decay is added to the gradient (L2)
-    Lion          Chen et al. 2023 (arXiv 2302.06675): the sign of a mean, decay as AdamW's
+    Lion          Chen et al. 2023 (arXiv 2302.06675): steps by the sign of a mean, weight decay as in AdamW
 
 The arithmetic, operation by operation, is spillway_trainer/kernels/reference.py.
 """
@@ -20,27 +20,28 @@ STATE_BYTES = 4
 REST_BITS = 17
 """Bits of a float32 master that its rounded bfloat16 lacks: the lower half, and whether rounding carried."""
 MASTER = "master"
-"""The float32 values of a parameter."""
+"""Kind of the state that holds a parameter's float32 values."""
 BLOCK_VALUES = 256
 """Values that share a scale in int8 moments; blocks begin at a parameter's first value, the last one may be shorter."""
 SCALE_BYTES = 4
-"""Per block."""
+"""Bytes of a block's scale."""
 RULE_FIELDS = ("betas", "eps", "momentum")
 """Fields of spec.training.optimizer that not every rule has."""
 
 
 class MomentType(StrEnum):
-    """Type of the moments between updates: spec.training.optimizer.moments. It changes results, so the user declares
-    it; no plan chooses it."""
+    """Type in which moments are stored between updates: spec.training.optimizer.moments. It changes results, so the
+    user declares it; no plan chooses it."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     INT8 = "int8"
-    """A byte per value and a scale per block: quantized by a fixed map of 256 numbers."""
+    """One byte per value and one scale per block; values are quantized by a fixed map of 256 numbers."""
 
     @property
     def bytes_per_value(self) -> float:
-        """Of many values. A short block, of which a parameter may have one, has a whole scale too: `bytes_of`."""
+        """Bytes per value in a moment of many values. The last block of a parameter may be short but has a whole scale;
+        `bytes_of` counts it exactly."""
         return {
             MomentType.FLOAT32: 4.0,
             MomentType.BFLOAT16: 2.0,
@@ -49,17 +50,18 @@ class MomentType(StrEnum):
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes by which a parameter's moment may exceed bytes_per_value."""
+        """The most bytes by which a parameter's moment may exceed `bytes_per_value` for each of its values."""
         return SCALE_BYTES if self is MomentType.INT8 else 0
 
     @property
     def most_kept(self) -> float:
-        """The largest factor by which a mean can shrink from step to step and still does: a smaller step is less than
-        half a unit of the type (int8: of the finest step of a first moment), and rounding takes it back."""
+        """The largest factor with which a moment of this type still shrinks when it is multiplied by it in every step.
+        With a factor nearer to 1, a step is less than half a unit of the type (int8: of the finest step of a first
+        moment), and rounding undoes it."""
         return {MomentType.FLOAT32: 1.0, MomentType.BFLOAT16: 1.0 - 2**-8, MomentType.INT8: 1.0 - 2**-7}[self]
 
     def bytes_of(self, num_values: int) -> int:
-        """Of one moment of a parameter, or of a part of it that begins at a block."""
+        """Bytes of one moment of `num_values` values: of a parameter, or of a part of it that begins at a block."""
         if self is MomentType.INT8:
             return num_values + SCALE_BYTES * -(-num_values // BLOCK_VALUES)
         return int(self.bytes_per_value) * num_values
@@ -75,12 +77,12 @@ class UpdateRule(StrEnum):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The states other than the master, in the order of every function that takes them."""
+        """Kinds of states other than the master, in the order in which all functions take them."""
         return _FACTS[self].moments
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
-        """Of what a checkpoint has one tensor per parameter: "<kind>.<parameter>"."""
+        """Kinds of states; a checkpoint has one tensor per kind and parameter, named <kind>.<parameter>."""
         return (MASTER, *self.moments)
 
     @property
@@ -90,16 +92,18 @@ class UpdateRule(StrEnum):
 
     @property
     def corrects_bias(self) -> bool:
-        """Whether means that began at 0 are corrected, so that the number of updates counts."""
+        """Whether means are corrected for having begun at 0, so that results depend on the number of updates."""
         return self in (UpdateRule.ADAMW, UpdateRule.ADAM)
 
     def update_bytes(self, moments: MomentType) -> float:
-        """What one update of a float32 parameter moves: reads gradient and states, writes the states."""
+        """Bytes that the update of one parameter moves: it reads gradient and states (with a float32 master), and
+        writes the states."""
         return STATE_BYTES + 2 * self.states_bytes(True, moments)
 
     @cache
     def states_bytes(self, has_master: bool, moments: MomentType) -> float:
-        """Of one parameter; without a master of its own the float32 parameter is it."""
+        """Bytes of the states of one parameter. Without a master of its own, the float32 parameter serves as the
+        master."""
         return STATE_BYTES * has_master + moments.bytes_per_value * len(self.moments)
 
 
@@ -111,7 +115,7 @@ class _Facts:
 
 _TWO_MOMENTS = ("exp_avg", "exp_avg_sq")
 UNSIGNED_MOMENTS = ("exp_avg_sq",)
-"""Never negative."""
+"""Moments that are never negative."""
 _FACTS = {
     UpdateRule.ADAMW: _Facts(_TWO_MOMENTS, {"weightDecay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}),
     UpdateRule.ADAM: _Facts(_TWO_MOMENTS, {"weightDecay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}),

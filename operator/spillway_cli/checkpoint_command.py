@@ -63,7 +63,7 @@ class SavedRun:
     places: Sequence[Path]
     """The tokenizer is in a corpus* directory of one of these, or near the checkpoints."""
     spec: TrainingJobSpec | None
-    """The run's or member's; None for a bare directory of checkpoints."""
+    """Spec of the run or member; None for a bare directory of checkpoints."""
 
     def named(self, name: object) -> str:
         return f"{self.member}/{name}" if self.member else str(name)
@@ -77,7 +77,7 @@ class ExportOptions:
     to: Path
     step: int | None
     best: bool
-    """Instead of `step`: the one of the lowest evaluation loss."""
+    """Whether to export the checkpoint with the lowest evaluation loss instead of that of `step`."""
     form: ExportForm
     dtype: ExportDtype | None
     """None: bfloat16 for weights; states are always float32."""
@@ -87,7 +87,7 @@ class ExportOptions:
     member: str | None = None
     """Member of a sweep; None: the best."""
     merge: bool = False
-    """Whether adapters are added to the model below them."""
+    """Whether adapters are merged into the weights of their model."""
     base: Path | None = None
     """Directory that training started from; None: where it was during the run."""
 
@@ -155,7 +155,7 @@ def ls(run_path: Path, output: Format, member: str | None = None) -> int:
 
 
 def with_best(checkpoints: Path) -> list[tuple[CheckpointSummary, bool]]:
-    """All, newest first, each with whether it is the one of the lowest evaluation loss (jobs with checkpoint.keepBest
+    """All checkpoints, newest first, each with whether it has the lowest evaluation loss (jobs with checkpoint.keepBest
     or training.earlyStopping)."""
     found = checkpoint_directory.list_checkpoints(checkpoints)
     best_step = next((one.best_step for one in found if one.in_lineage and not one.problem), 0)
@@ -221,7 +221,7 @@ def export_weights(options: ExportOptions, saved: SavedRun, checkpoint: Path) ->
 
 
 def export_states(options: ExportOptions, saved: SavedRun, checkpoint: Path) -> tuple[dict[str, object], str]:
-    """Exports master weights, moments and step for DeepSpeed or torch; returns as `export_weights`."""
+    """Exports master weights, moments and step for DeepSpeed or torch; returns the same as `export_weights`."""
     from spillway_trainer.interchange import exporting  # noqa: PLC0415 - imports torch
 
     beta1, beta2 = (saved.spec and saved.spec.training.optimizer.betas) or (0.0, 0.0)
@@ -238,7 +238,7 @@ def export_states(options: ExportOptions, saved: SavedRun, checkpoint: Path) -> 
 
 
 def step_of_best(checkpoints: Path) -> int:
-    """Raises UserError when no checkpoint is known to be the best."""
+    """The step of the best checkpoint. Raises UserError if no checkpoint is known to be the best."""
     best = next((one.step for one, is_best in with_best(checkpoints) if is_best), None)
     if best is None:
         raise UserError(
@@ -249,8 +249,8 @@ def step_of_best(checkpoints: Path) -> int:
 
 
 def chosen(checkpoints: Path, step: int | None) -> tuple[Path, list[str]]:
-    """The checkpoint of `step`, or (None) the newest intact one and the problems of newer ones. Raises UserError when
-    there is none."""
+    """The checkpoint of `step` or, if it is None, the newest intact one and the problems of newer ones. Raises
+    UserError if there is none."""
     if step is None:
         newest = checkpoint_directory.choose_resume(checkpoints)
         if newest.checkpoint is None:

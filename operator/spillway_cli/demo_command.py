@@ -219,7 +219,7 @@ def loss_claim(run: DemoRun) -> Promise:
 
 
 def equality_claims(budget_run: DemoRun, plain_run: DemoRun) -> list[Promise]:
-    """Losses are compared exactly: run.jsonl keeps every bit."""
+    """Claims that both runs are equal. Losses are compared exactly, because run.jsonl keeps every bit."""
     ours, theirs = losses(budget_run.log), losses(plain_run.log)
     differing = [step for step in sorted({*ours, *theirs}) if ours.get(step) != theirs.get(step)]
     equal_losses = f"{len(ours)} steps" if not differing else f"first difference at step {differing[0]}"

@@ -84,7 +84,7 @@ def exit_code(decided: MemoryPlan | Infeasible) -> ExitCode:
 
 
 def show(console: Console, decided: MemoryPlan | Infeasible, rates: str, values: Values = NO_VALUES) -> None:
-    """Prints the plan for people; `rates` says where the rates come from, `values` what members have of their own."""
+    """Prints the plan for people; `rates` says where the rates come from, `values` are the members' own values."""
     if isinstance(decided, Infeasible):
         _show_infeasible(console, decided)
     else:
@@ -129,8 +129,9 @@ def tier_table(plan: MemoryPlan) -> Table:
 
 
 def member_table(plan: MemoryPlan) -> Table:
-    """A row for each member of a sweep: bytes while it is loaded (with all members of its base that are loaded
-    together), bytes while parked, and seconds, alone or as its share of those members' steps."""
+    """A row for each member of a sweep: bytes while it is loaded, bytes while parked, and seconds. If members that
+    share a base are loaded together, the bytes are those of all of them, and the seconds are the member's share of
+    their steps."""
     shares = any(one.base for one in plan.members)
     made = table("member", *Tier, "parked", "steps", "step", "alone", *(["base"] if shares else []))
     for one in plan.members:

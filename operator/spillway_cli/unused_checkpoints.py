@@ -1,7 +1,7 @@
 """`spillway ckpt gc`: checkpoint directories of TrainingJobs that no longer exist.
 
-Deleted is only what says whose it is (runs in a cluster write their owner into epoch-E.json), and only once nothing was
-written there for a while: a job may be newer than the list of jobs.
+Deletes only directories that say which job they belong to (runs in a cluster write their owner into epoch-E.json), and
+only if nothing was written there for a while, because a job may be newer than the list of jobs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ class Found:
 
     path: Path
     owners: tuple[Owner | None, ...]
-    """Of every checkpoint directory in it: a sweep has one a member, and another job's may lie below."""
+    """Owners of all checkpoint directories in it: a sweep has one directory per member, and another job's may lie
+    below."""
     nbytes: int
     written_seconds: float
     """Unix seconds of the last change."""
 
 
 def seconds_in(age: str) -> int:
-    """Of "30m", "12h", "7d". Raises UserError for anything else."""
+    """Seconds in an age such as "30m", "12h" or "7d". Raises UserError for anything else."""
     match = _AGE.fullmatch(age)
     if match is None:
         raise UserError(f"--older-than {age}: write a number and a unit (m, h or d), for example 7d")
@@ -92,7 +93,8 @@ def state_of(one: Found, living: set[str], now: float, least_age: int) -> str:
 
 
 def job_directories(directory: Path) -> Iterator[Path]:
-    """Directories with checkpoints, those of a sweep's members as the one of their sweep; links are not followed."""
+    """Yields directories with checkpoints; for all members of a sweep, the one of their sweep. Links are not
+    followed."""
     seen: set[Path] = set()
     for folder, names, files in os.walk(directory):
         here = Path(folder)
@@ -111,7 +113,7 @@ def is_epoch_file(name: str) -> bool:
 
 
 def read(path: Path) -> Found:
-    """Sizes and times of all files; what vanishes meanwhile counts nothing."""
+    """Reads sizes and times of all files; files that vanish meanwhile do not count."""
     owners: list[Owner | None] = []
     nbytes, newest = 0, 0.0
     for folder, _, files in os.walk(path):

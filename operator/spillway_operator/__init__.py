@@ -1,1 +1,1 @@
-"""The cluster edge: watches TrainingJobs, decides by pure functions, applies; kopf and its client live here."""
+"""The operator: watches TrainingJobs, decides with pure functions, writes; kopf and its client live here."""

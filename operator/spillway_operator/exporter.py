@@ -34,12 +34,12 @@ LEVELS = (
     metrics.OPERATOR_LOST_STEPS,
     metrics.OPERATOR_DEVICE_SECONDS,
 )
-"""Counted by `count`, by namespace."""
+"""Metrics that `count` counts, by namespace."""
 LONG_SECONDS = (10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 
 
 Values = Mapping[tuple[str, ...], float]
-"""By the values of a metric's labels."""
+"""Values of a metric's labels -> value."""
 
 
 EXPECTED: dict[Metric, tuple[tuple[str, ...], ...]] = {
@@ -52,7 +52,7 @@ EXPECTED: dict[Metric, tuple[tuple[str, ...], ...]] = {
     metrics.OPERATOR_QUEUE_WAIT: ((),),
     metrics.OPERATOR_FIRST_STEP: ((),),
 }
-"""Of these labels after the namespace's, each namespace has series from the beginning."""
+"""Values of the labels after the namespace's for which each namespace has series from the beginning."""
 
 
 class OperatorExporter(Collector):
@@ -72,9 +72,9 @@ class OperatorExporter(Collector):
             for one in LEVELS
         }
         self._namespaces: dict[str, None] = {}
-        """Those with series of their own, oldest first."""
+        """Namespaces with series of their own, oldest first."""
         self._with_jobs: set[str] = set()
-        """Those that had jobs at the last scrape."""
+        """Namespaces that had jobs at the last scrape."""
         self._gauges: Callable[[], Mapping[Metric, Values]] | None = None
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
@@ -126,8 +126,9 @@ class OperatorExporter(Collector):
         return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=buckets)
 
     def _gauge(self, metric: Metric, values: Values) -> Family:
-        """A gauge family; the keys of `values` are the values of its labels. Where each series is a job's, the number
-        of jobs bounds that of namespaces; else values of namespaces beyond the bound are added up."""
+        """A gauge family; the keys of `values` are the values of its labels. Values of namespaces beyond
+        MOST_NAMESPACES are added up, unless each series belongs to one job: then the number of jobs bounds that of
+        namespaces."""
         if metric.labels[:1] == (NAMESPACE_LABEL,) and JOB_LABEL not in metric.labels:
             summed: dict[tuple[str, ...], float] = {}
             for (namespace, *rest), value in values.items():
@@ -140,7 +141,8 @@ class OperatorExporter(Collector):
         return family
 
     def _namespace(self, name: str) -> str:
-        """The first MOST_NAMESPACES have series of their own. One more takes the place of one that has no jobs."""
+        """The label of a namespace: its name for the first MOST_NAMESPACES, OTHER beyond that. A further one takes the
+        place of one that has no jobs."""
         if name in self._namespaces:
             return name
         if len(self._namespaces) >= MOST_NAMESPACES:
@@ -153,5 +155,5 @@ class OperatorExporter(Collector):
         self._namespaces[name] = None
         for metric, labels in EXPECTED.items():
             for label in labels:
-                self._levels[metric.name].labels(name, *label)  # 0, so that a rate sees the first
+                self._levels[metric.name].labels(name, *label)  # starts at 0, so that a rate sees the first event
         return name

@@ -157,7 +157,8 @@ class Observer:
         return replace(observed, cluster=replace(view, held=self._holders.besides(observed.job)))
 
     def _others_silent_seconds(self, key: Key) -> float | None:
-        """Other attempts count once they have reported: a script that never does says nothing about the operator."""
+        """Seconds since a trainer of another job reported; None if no other running attempt has ever reported, because
+        a script that never reports says nothing about the operator."""
         running = ((one.namespace, one.owner_name) for one in self._store.attempts if one.ready and not one.outcome)
         others = (self._store.jobs.get(other) for other in running if other != key)
         others_report = any(job is not None and b'"lastStepTime"' in job.status for job in others)
@@ -261,7 +262,7 @@ class Observer:
         return ""
 
     async def _inspection(self, job: JobObject) -> Inspection:
-        """The ConfigMap with the model's shape; without one, the Job that finds it, and how its pod is."""
+        """The ConfigMap with the model's shape; without one, the Job that finds it and the state of its pod."""
         for resource, kind, name in (
             (CONFIG_MAPS, "ConfigMap", inspection.shape_name(job.name)),
             (JOBS, "Job", inspection.job_name(job.name)),
@@ -428,7 +429,8 @@ def _containers(status: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 _NEW_POD = re.compile(
     r'^(\(combined from similar events\): )?(Error creating: )?(pods? "[^"]*" is (forbidden|invalid): )?', re.IGNORECASE
 )
-"""Begin of a FailedCreate message, removed because the pod's name changes with every try, and so would the status."""
+"""Beginning of a FailedCreate message, removed because the pod's name changes with every try, and so would the
+status."""
 
 
 def _event_time(event: Mapping[str, Any]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""A process that answers PlanQuestions: pickles with their length before them, on stdin and stdout.
+"""A process that answers PlanQuestions: pickles, each preceded by its length, on stdin and stdout.
 
     python -m spillway_operator.plan_process MOST_BYTES
 
@@ -8,6 +8,7 @@ a MemoryError.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import resource
@@ -19,7 +20,7 @@ from spillway.planning.known_plans import PlanAnswer, PlanQuestion
 
 LENGTH_BYTES = 8
 NICE = 5
-"""The operator's event loop comes first."""
+"""Lower priority than that of the operator's event loop."""
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
@@ -35,6 +36,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the operator, and this with it
     os.nice(NICE)
+    gc.freeze()  # imported modules are permanent: the collector can skip them
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     while head := questions.read(LENGTH_BYTES):

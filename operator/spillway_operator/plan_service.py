@@ -1,7 +1,7 @@
-"""PlanService: finds plans in processes of their own, so that the event loop never waits for the planner.
+"""PlanService: finds plans in separate processes, so that the event loop never waits for the planner.
 
 Namespaces take turns, and one namespace never has all processes while another one waits: many expensive jobs of one
-user do not delay a cheap job of another. A plan that takes too long, or a process that ends, is an answer, too.
+user do not delay a cheap job of another. If a plan takes too long or a process ends, that is an answer, too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 NUM_PROCESSES = 2
 DEADLINE_SECONDS = 60.0
-"""For one plan; the slowest known take 6 s of a core."""
+"""Longest time for one plan; the slowest known ones take 6 s of a core."""
 RETRY_SECONDS = 600.0
-"""After a plan that took too long, or a process that ended, until the plan may be asked for again."""
+"""When a plan took too long, or its process ended, the time until it may be asked for again."""
 MOST_BYTES = 160 << 20
 """Data memory of each process; plans of the largest jobs take about 60 MiB."""
 
@@ -47,11 +47,11 @@ class PlanService:
         self._num_processes = num_processes
         self._deadline_seconds = deadline_seconds
         self._asked: dict[PlanQuestion, tuple[float, set[Key]]] = {}
-        """When a question was asked, oldest first, and the jobs that wait until it is answered."""
+        """Question -> (when it was asked, jobs that wait for its answer), oldest first."""
         self._queues: OrderedDict[str, deque[PlanQuestion]] = OrderedDict()
-        """By namespace, in the order of their turns; never empty."""
+        """Namespace -> its questions, in the order of turns; no queue is empty."""
         self._working: Counter[str] = Counter()
-        """Processes by namespace."""
+        """Namespace -> number of processes that work for it."""
         self._changed = asyncio.Condition()
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class PlanService:
             self._changed.notify_all()
 
     async def answered(self, questions: Sequence[PlanQuestion], seconds: float) -> bool:
-        """Whether all are answered within `seconds`."""
+        """Waits for at most `seconds`; returns whether all questions are answered."""
         async with self._changed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -79,7 +79,7 @@ class PlanService:
         return not any(question in self._asked for question in questions)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Answers questions until cancelled."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self._num_processes):
                 group.create_task(self._serve())
@@ -108,7 +108,8 @@ class PlanService:
             await process.end()
 
     def _next_namespace(self) -> str | None:
-        """The first in turn without a process; one more for those that have some, but the last is kept free."""
+        """The namespace whose turn it is: the first without a process. If all have one, the first gets one more, unless
+        only one process is idle, which is kept free for others."""
         fresh = [namespace for namespace in self._queues if not self._working[namespace]]
         if fresh:
             return fresh[0]
@@ -170,7 +171,7 @@ class _PlanProcess:
                 await self.end()
 
     async def start(self) -> None:
-        """Unless it runs. A failure is the answer to the next question."""
+        """Starts the process, unless it runs. A failure becomes the answer to the next question."""
         if self._process is not None:
             return
         command = (sys.executable, "-P", "-m", "spillway_operator.plan_process", str(MOST_BYTES))

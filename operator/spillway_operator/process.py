@@ -319,7 +319,7 @@ class Operator:
         return ""
 
     def _gauges(self) -> dict[Metric, Values]:
-        """The values at the moment of a scrape; of what is not known none."""
+        """The values at the moment of a scrape; values that are not known are left out."""
         now, listed = time.monotonic(), self._audit.last_time
         values = {
             metrics.OPERATOR_LEADER: int(self._leads),
@@ -340,7 +340,8 @@ class Operator:
 
 
 def live_metrics(settings: Settings, client: ApiClient) -> MetricsSource:
-    """Prometheus, else our node exporters, which are asked only if the operator may list the nodes of their figures."""
+    """Reads from Prometheus if there is one, else from our node exporters, if the operator may list the nodes that
+    their figures belong to."""
     prometheus = Access(
         settings.prometheus_url,
         settings.prometheus_matchers,

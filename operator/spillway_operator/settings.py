@@ -20,7 +20,7 @@ CERTIFICATE, PRIVATE_KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 """File names in tls_directory, as in a Secret of type kubernetes.io/tls."""
 
 MATCHER = re.compile(r'[a-zA-Z_]\w*(=|!=|=~|!~)"([^"\\]|\\.)*"')
-"""Of PromQL; values have no commas, which separate matchers here."""
+"""A label matcher of PromQL; its value has no comma, because commas separate matchers here."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Url = Annotated[str, Field(max_length=2048)]

@@ -1,11 +1,12 @@
-"""What makes each alert fire and what just does not, as series for `promtool test rules`; a cluster without a fault."""
+"""Series for `promtool test rules`: for each alert, series that make it fire and series that just do not, and the
+series of a cluster without a fault."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 Series = dict[str, str]
-"""series -> values a minute apart, as promtool writes them"""
+"""series -> values that are a minute apart, in promtool's notation"""
 
 TRAINER = 'namespace="team",training_job="demo",pod="demo-0",node="node-a"'
 JOB = 'namespace="team",training_job="demo"'
@@ -96,14 +97,14 @@ def problem(condition: str, reason: str) -> str:
 @dataclass(frozen=True)
 class AlertCase:
     fires: Series
-    """in place of, or in addition to, what is healthy"""
+    """series that replace some of HEALTHY or are added to them"""
     silent: Series
     says: str
-    """the summary, up to what to run next"""
+    """the beginning of the summary, up to what to run next"""
     labels: dict[str, str] = field(default_factory=dict)
-    """besides the severity"""
+    """the alert's labels, apart from its severity"""
     also: tuple[str, ...] = ()
-    """what fires of the same fault; declared as inhibited"""
+    """other alerts that the same fault makes fire; they are declared as inhibited"""
     at: str = "40m"
 
 

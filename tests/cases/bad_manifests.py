@@ -1,13 +1,13 @@
-"""Hand-made bad manifests (fixtures/bad_manifests): each is the good job with one mistake, and what its refusal says.
+"""Bad manifests written by hand (fixtures/bad_manifests): each is the good job with one mistake, and its refusal.
 
-at, write     the field, and what a user writes there, as YAML; `remove: true` takes it away
-with          other fields that are written so that no other rule is hit
-path, given   where the refusal is, and the value that it shows; left out: `at`, and what was written
-allowed       what is allowed instead, as Spillway says it
-server        the same as the API server says it, where that is no translation by EQUIVALENT
-by            `condition`: the API server takes it, and the operator refuses; left out: the API server refuses
-suspended     the mistake is a change of a job that exists, and this is its spec.suspend
-claims        PersistentVolumeClaims that exist, with their access mode
+at, write     the field, and what a user writes there, as YAML; `remove: true` removes the field
+with          other fields that are set, so that no other rule is violated
+path, given   the path in the refusal, and the value that it shows; default: `at`, and what was written
+allowed       what is allowed instead, in Spillway's words
+server        the same in the API server's words, if EQUIVALENT does not give them
+by            `condition`: the API server accepts it, and the operator refuses; default: the API server refuses
+suspended     spec.suspend of the existing job that is changed, for mistakes that are changes
+claims        PersistentVolumeClaims that exist, with their access modes
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FOLDER = FIXTURES / "bad_manifests"
 GOOD: dict[str, Any] = yaml.safe_load((FOLDER / "good.yaml").read_text(encoding="utf-8"))
 TOPICS = sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != "good")
 CHANGES, CLUSTER = "changes", "cluster"
-"""topics that are no matter of one manifest alone"""
+"""topics whose mistakes do not show in a single manifest"""
 _MARK = "written-{}-here"
 
 
@@ -44,7 +44,7 @@ class Mistake:
     """empty: the field is removed"""
     path: str
     given: str
-    """empty where there is nothing to show: the field is missing, or unknown"""
+    """empty if there is no value to show, because the field is missing or unknown"""
     allowed: str
     server: str = ""
     by_condition: bool = False
@@ -57,17 +57,18 @@ class Mistake:
 
     @property
     def text(self) -> str:
-        """The manifest, as the user wrote it."""
+        """The manifest as the user wrote it."""
         return manifest({self.at: self.write, **self.others})
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Of Spillway's refusal."""
+        """The texts that Spillway's refusal must contain."""
         return tuple(word for word in (self.path, self.given, self.allowed) if word)
 
 
 def mistakes(topic: str) -> list[Mistake]:
-    """In the order of the file. Every scalar of it is a text: `write` is YAML that the user wrote."""
+    """The mistakes of a topic, in the file's order. Scalars of the file are read as strings, because `write` is YAML
+    that the user wrote."""
     text = (FOLDER / f"{topic}.yaml").read_text(encoding="utf-8")
     return [_mistake(topic, entry) for entry in yaml.load(text, Loader=yaml.BaseLoader)]
 
@@ -99,7 +100,7 @@ def _mistake(topic: str, entry: dict[str, Any]) -> Mistake:
 
 
 def manifest(written: dict[str, str]) -> str:
-    """The good job with YAML texts at dotted paths; an empty text takes the field away."""
+    """The good job with YAML texts at dotted paths; an empty text removes the field."""
     made, texts = copy.deepcopy(GOOD), {}
     for number, (path, text) in enumerate(written.items()):
         *parents, last = path.split(".")
@@ -118,7 +119,7 @@ def manifest(written: dict[str, str]) -> str:
 
 
 class _AsKubectl(yaml.SafeLoader):
-    """kubectl's YAML: that of YAML 1.1, but 3e-4 is a number."""
+    """Reads YAML as kubectl does: as YAML 1.1, except that 3e-4 is a number."""
 
 
 _AsKubectl.add_implicit_resolver(
@@ -132,7 +133,7 @@ def as_kubectl_sends_it(text: str) -> dict[str, Any]:
 
 
 def stored(suspended: bool) -> dict[str, Any]:
-    """The job that a change is made to."""
+    """The existing job that a mistake changes."""
     made = copy.deepcopy(GOOD)
     made["spec"]["suspend"] = suspended
     return made
@@ -163,14 +164,15 @@ EQUIVALENT: tuple[tuple[str, str], ...] = (
     (r"more than 0", r"should be greater than or equal to 1"),
     (r".*means true or false in YAML 1.1", r"must be of type string"),
 )
-"""what Spillway says is allowed, and the API server's words for the same"""
+"""(pattern of what Spillway says is allowed, the API server's words for the same)"""
 
 
 def said_by_the_server(mistake: Mistake, message: str, sentence: str) -> list[str]:
-    """What the API server's message lacks: path, value, or what is allowed, which `sentence` is Spillway's of.
+    """Returns what the API server's message lacks: the path, the value, or what is allowed. `sentence` is Spillway's
+    own message.
 
-    Of a value of another type the API server shows the type only; of a field that it does not know, or that a rule of
-    the object above refuses, the path only.
+    For a value of a wrong type, the API server shows only the type. For a field that it does not know, or that a rule
+    of the object above refuses, it shows only the path.
     """
     if is_unknown_field(message):
         return [] if mistake.path in message else [mistake.path]
@@ -183,7 +185,8 @@ def said_by_the_server(mistake: Mistake, message: str, sentence: str) -> list[st
 
 
 def is_unknown_field(message: str) -> bool:
-    """Refused while it was decoded: the API server names every field that no schema has, and suggests none."""
+    """Whether the API server refused a manifest while decoding it. It then names every field that the schema does not
+    have, and suggests none."""
     return "strict decoding error: unknown field" in message
 
 
@@ -206,8 +209,8 @@ def _says_what_is_allowed(mistake: Mistake, message: str, sentence: str) -> bool
 
 
 def refusal_in_cluster(mistake: Mistake, spec: dict[str, Any]) -> str:
-    """Message of the condition that keeps a job with this spec from starting; the cluster has `claims`
-    and lets nobody look at its nodes."""
+    """Reason and message of the condition that keeps a job with this spec from starting; empty if there is none. The
+    cluster has the mistake's claims, and its nodes cannot be read."""
     claims = tuple(
         Claim(name, exists=name in mistake.claims, access_modes=tuple(filter(None, [mistake.claims.get(name, "")])))
         for name in claims_of(spec)
@@ -221,7 +224,7 @@ def refusal_in_cluster(mistake: Mistake, spec: dict[str, Any]) -> str:
 
 
 def claims_of(spec: dict[str, Any]) -> set[str]:
-    """Names of the claims that a spec mounts, wherever it names them."""
+    """Names of all claims that a spec mounts, in any of its fields."""
 
     def named(value: Any) -> Iterator[str]:
         if isinstance(value, dict):
@@ -234,7 +237,7 @@ def claims_of(spec: dict[str, Any]) -> set[str]:
 
 
 def observed_spec(spec: dict[str, Any], claims: tuple[Claim, ...] = (), cluster: ClusterView | None = None) -> Observed:
-    """A new job with this spec."""
+    """An observation of a new job with this spec."""
     job = JobObject(UID, "good", NAMESPACE, 1, 1, "2026-11-21T10:00:00Z", json.dumps(spec).encode(), b"{}")
     return Observed(
         job=job, facts=FACTS, cluster=cluster or ClusterView(), attempts=(), contracts=(), pods=(), claims=claims

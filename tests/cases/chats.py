@@ -43,7 +43,7 @@ MARKED = {
         "{% else %}{% generation %}{{ ' ' + m['content'] + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
     ),
 }
-"""With marks of the responses."""
+"""Templates that mark the responses."""
 UNMARKED = {
     family: text.replace("{% generation %}", "").replace("{% endgeneration %}", "") for family, text in MARKED.items()
 }
@@ -64,7 +64,7 @@ VOCABULARY = 512
 
 
 def model_directory(root: Path, family: str, template: str | None, *, trim_offsets: bool = False) -> Path:
-    """A directory with tokenizer.json and, unless `template` is None, a chat template: no model."""
+    """Makes a directory with tokenizer.json and, unless `template` is None, a chat template, but without a model."""
     root.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +88,8 @@ def model_directory(root: Path, family: str, template: str | None, *, trim_offse
 
 
 def conversations(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
-    """Turns of user and assistant, as all four templates accept them; seldom empty, often with odd characters."""
+    """Conversations of alternating user and assistant, as all four templates accept them. Turns are seldom empty and
+    often have unusual characters."""
     draw = random.Random(seed)
 
     def content() -> str:

@@ -26,7 +26,7 @@ def training_state(step: int, **changes: object) -> TrainingState:
 
 
 def commit(epoch: Epoch, step: int) -> StoredCheckpoint:
-    """A checkpoint of two files with bytes of their own."""
+    """Commits a checkpoint of two files whose bytes depend on the step, the epoch and the file."""
     with epoch.pending(step) as pending:
         for number in range(2):
             content = f"{step} {epoch.number} {number} ".encode() * 40
@@ -36,7 +36,8 @@ def commit(epoch: Epoch, step: int) -> StoredCheckpoint:
 
 
 def history(directory: Path, *epochs: tuple[int, tuple[int, ...]], files: DurableFiles | None = None) -> Epoch:
-    """Run epochs one after another, each committing these steps; returns the last, still open."""
+    """Runs epochs one after another, each of which commits the given steps; returns the last one, which is still
+    open."""
     for number, steps in epochs:
         epoch = Epoch.start(directory, number, files)
         for step in steps:

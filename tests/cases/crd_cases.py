@@ -1,8 +1,8 @@
-"""Every constraint of the CRDs with manifests that hit it: generated from the schema, by path.
+"""Manifests for every constraint of the CRDs, generated from the schema, by path.
 
 A constraint is one bound, enum, format, required field, list key or CEL rule of one field. For each there is a manifest
-at its edge that must be accepted and one just beyond that must be refused, in words that name the field, what was found
-(where the API server says it) and what is allowed.
+at its edge that must be accepted, and one just beyond it that must be refused with a message that names the field, the
+value (where the API server shows it) and what is allowed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KEYWORDS = (
 )  # fmt: skip
 FETCHING = {"claim": "any", "subPath": "a", "fetch": {"uri": "s3://a/b"}}
 NOBODY = "crd-cases.test/nobody"
-"""managedBy of stored jobs: no operator touches them"""
+"""managedBy of stored jobs, so that no operator touches them"""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Case:
     accepted: bool
     manifest: Document
     words: tuple[str, ...] = ()
-    """that the refusal must have"""
+    """texts that the refusal must contain"""
     stored: Document | None = None
-    """the object that the manifest replaces, for rules about changes"""
+    """the stored object that the manifest replaces, for rules about changes"""
 
     @property
     def in_status(self) -> bool:
@@ -83,7 +83,7 @@ class Case:
         return f"{self.constraint.kind} {self.constraint.path or 'metadata'} {self.constraint.name}: {answer}"
 
 
-# --- what the schema holds --------------------------------------------------------------------------------------------
+# --- contents of the schema -------------------------------------------------------------------------------------------
 
 
 def schema_of(kind: Kind) -> Schema:
@@ -92,7 +92,7 @@ def schema_of(kind: Kind) -> Schema:
 
 
 def fields(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
-    """Every schema node with its path, but metadata, which is the API server's own."""
+    """Yields every schema node with its path, except metadata, which belongs to the API server."""
     yield path, schema
     for name, inner in schema.get("properties", {}).items():
         if (path, name) != ("", "metadata"):
@@ -129,9 +129,9 @@ SPECS: dict[str, Document] = {
             }
         },
         "data": {"builtin": "PythonStdlib"},
-        # A power of two that every number of devices and every micro-batch divides.
+        # A power of two that is a multiple of every number of devices and every micro-batch.
         "training": {"steps": 10, "sequenceLength": 64, "globalBatchSize": 1 << 20},
-        # Fields that our operator never honours have edges, too.
+        # With it, edges of fields that our operator never honours can also be tested.
         "managedBy": NOBODY,
     },
     MEMORY_PROFILE.kind: {"fingerprint": "0123456789abcdef"},
@@ -163,7 +163,7 @@ FETCHED_AT: dict[str, dict[str, Any]] = {
     "spec.data.evaluation.chat": CHAT | {"spec.data.evaluation": {"chat": FETCHING}},
     "spec.checkpoint.from": {"spec.checkpoint": {"from": FETCHING}},
 }
-"""each place that a download may fill, and a job that has one there"""
+"""field that a download may fill -> fields of a job that has a download there"""
 SEARCH_FIELDS = tuple(
     f"spec.search.{name}"
     for name in (
@@ -202,15 +202,15 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("spec.search.parameters[].values", "spec.search.parameters[].values[]"), LISTED),
     "spec.training.earlyStopping.minDelta": EVALUATED | STOPS_EARLY,
 }
-"""what must go with a field's edges, so that no other rule is hit"""
+"""path -> fields that must be set with the field's edges, so that no other rule is violated"""
 SAMPLES = {
     NUMBER_PATTERN: "1", QUANTITY_PATTERN: "1Gi", POSITIVE_QUANTITY_PATTERN: "1", BYTES_PATTERN: "1Gi",
     POSITIVE_BYTES_PATTERN: "1",
 }  # fmt: skip
-"""values by pattern; other patterns allow letters"""
+"""pattern -> a value that it allows; other patterns allow letters"""
 WHOLE = {"^([0-9a-f]{16})?$": "0123456789abcdef", FETCHED: "s3://a/b", TRACKING_URI: "http://a", MOUNT_PATH: "/a",
          PATH_PATTERN: "training.seed"}  # fmt: skip
-"""the same for patterns that allow one length"""
+"""the same for patterns that allow only some lengths"""
 BEGINS = {FETCHED: "s3://", TRACKING_URI: "http://", MOUNT_PATH: "/", PATH_PATTERN: "training."}
 MISFITS = {
     NUMBER_PATTERN: "-1", QUANTITY_PATTERN: "1 GB", POSITIVE_QUANTITY_PATTERN: "0", BYTES_PATTERN: "64m",
@@ -231,8 +231,8 @@ def manifest(kind: Kind, name: str = "crd-case") -> Document:
 
 
 def with_field(document: Document, schema: Schema, path: str, value: Any) -> Document:
-    """A copy of `document` with `value` at `path`; what is missing on the way is filled with the least that is allowed,
-    and of a union the other members are left out."""
+    """A copy of `document` with `value` at `path`. Missing parents get the smallest allowed values, and the other
+    members of a union are removed."""
     made = copy.deepcopy(document)
     _put(made, schema, _steps(path), value)
     return made
@@ -274,13 +274,13 @@ def _inside(schema: Schema, step: str) -> tuple[Any, Schema]:
 
 
 def _prefix(schema: Schema) -> str:
-    """Of a map's keys: names of extended resources have a domain."""
+    """The prefix of a map's keys, because names of extended resources have a domain."""
     rules = schema.get("x-kubernetes-validations", [])
     return "a/" if any(rule["message"] == EXTENDED_RESOURCE_NEEDED for rule in rules) else ""
 
 
 def _union(schema: Schema) -> set[str]:
-    """Members of which exactly one must be given."""
+    """The members of a union, of which exactly one must be given; empty if the schema is no union."""
     for rule in schema.get("x-kubernetes-validations", []):
         if rule["rule"].endswith(".size() == 1"):
             return set(re.findall(r"has\(self\.(\w+)\)", rule["rule"]))
@@ -288,7 +288,7 @@ def _union(schema: Schema) -> set[str]:
 
 
 def sample(schema: Schema) -> Any:
-    """The least that a field allows."""
+    """The smallest value that a field allows."""
     if "enum" in schema:
         return schema["enum"][0]
     if schema.get("x-kubernetes-int-or-string"):
@@ -310,7 +310,7 @@ def sample(schema: Schema) -> Any:
 
 
 def text(schema: Schema, length: int) -> str:
-    """A text of that length that the pattern allows."""
+    """A text of this length that the field's pattern allows."""
     if schema.get("format") == "date-time":
         return LONGEST_TIME + "0" * (length - len(LONGEST_TIME))
     if (bounded := _limits_of(schema)) is not None and length:
@@ -338,7 +338,7 @@ class Edge:
 
 
 def edge(schema: Schema, keyword: str) -> Edge:
-    """Where a keyword of the schema begins to refuse, and what the API server says then."""
+    """The edge at which a keyword of the schema begins to refuse, and the API server's words for the refusal."""
     bound: Any = schema.get(keyword)
     match keyword:
         case "enum":
@@ -372,13 +372,13 @@ def edge(schema: Schema, keyword: str) -> Edge:
 
 
 def _limits_of(schema: Schema) -> Edge | None:
-    """Of a float that has any."""
+    """The edge of a float's limits; None if it has none."""
     rules = [one for one in schema.get("x-kubernetes-validations", []) if one["rule"].startswith("double(self)")]
     return limits(rules[0]["rule"], rules[0]["message"]) if rules else None
 
 
 def limits(rule: str, allowed: str) -> Edge:
-    """Of a float: "double(self) > 0.0 && double(self) <= 10.0"."""
+    """The edge of a float's limits, from a rule such as "double(self) > 0.0 && double(self) <= 10.0"."""
     found = {sign: float(limit) for sign, limit in re.findall(r"double\(self\) (>=|>|<=|<) ([-+.e\d]+)", rule)}
     inside = found.get("<=", found.get(">=", found.get("<", 2.0) / 2 or found[">"] + 1.0))
     beyond = {"<=": 2.0, "<": 1.0, ">=": 0.5, ">": 1.0}
@@ -387,7 +387,7 @@ def limits(rule: str, allowed: str) -> Edge:
 
 
 def items(schema: Schema, count: int) -> list[Any]:
-    """So many, with different keys where there are keys."""
+    """`count` items of a list, with different keys if the list has keys."""
     made = [copy.deepcopy(sample(schema["items"])) for _ in range(count)]
     for number, item in enumerate(made):
         for key in schema.get("x-kubernetes-list-map-keys", []):
@@ -397,7 +397,7 @@ def items(schema: Schema, count: int) -> list[Any]:
 
 
 def concrete(path: str) -> str:
-    """As the API server writes it."""
+    """A path of the schema as the API server writes it in messages."""
     return path.replace("[]", "[0]").replace("extended.*", "extended.a/key").replace(".*", ".key")
 
 
@@ -409,14 +409,14 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RuleCase:
-    """Two manifests around a CEL rule; with `stored`, changes of that object."""
+    """Two manifests, one on each side of a CEL rule; with `stored`, they are changes of that object."""
 
     inside: Changes
     outside: Changes
     words: tuple[str, ...]
     stored: Changes | None = None
     stored_outside: Changes | None = None
-    """where the refused one changes another object"""
+    """the object that the refused manifest changes, if it is another one"""
 
 
 def _never_changes(path: str, field: str, value: Any) -> RuleCase:
@@ -444,11 +444,11 @@ def _stays_on_its_claim(owner: str) -> RuleCase:
 EARLIER_VALUES: dict[str, Any] = {
     "image": "a", "resourceName": "a/b", "runtimeClassName": "a", "imagePullSecrets": [], "env": [],
 }  # fmt: skip
-"""of fields of earlier schemas that are no maps"""
+"""values of those fields of earlier schemas that are not maps"""
 NEVER: dict[str, tuple[str, Any]] = {
     "checkpoint.resume": ("spec.checkpoint.resume", "Never"),
 }
-"""fields that our operator never honours, in the order of their rules: where they are given, and how"""
+"""field that our operator never honours, in the order of their rules -> its path and value"""
 
 
 def _by_others_alone(path: str, problem: str) -> RuleCase:
@@ -473,6 +473,8 @@ TOGETHER: list[tuple[Changes, Changes]] = [
     (GPT2 | {"spec.model.config.vocabSize": 257}, {"spec.model.config.architecture": "bert"}),
     (CHAT, {"spec.model": {"entrypoint": "a:b"}}),
     (CHAT | {"spec.data": {"tokens": {"path": "/t"}}}, {"spec.model": {"entrypoint": "a:b"}}),
+    (CHAT | {"spec.data": {"entrypoint": "a:b", "packing": True}}, {"spec.model": {"entrypoint": "a:b"}}),
+    (CHAT | {"spec.data.packing": True}, {"spec.data": {"builtin": "PythonStdlib", "packing": True}}),
     (CHAT | {"spec.data.evaluation": {"chat": {"path": "/held"}}}, {"spec.data.text": {"path": "/text"}}),
     (CHAT | {"spec.data.evaluation": {"fraction": "0.1"}}, {"spec.data.evaluation": {"text": {"path": "/held"}}}),
     (EVALUATED | STOPS_EARLY, {"spec.data.evaluation": None}),
@@ -506,14 +508,14 @@ TOGETHER: list[tuple[Changes, Changes]] = [
     ),
     ({**OURS, "spec.parallelism.strategy": "Zero3"}, {"spec.memory.advanced.optimizer.overlap": "Forward"}),
     ({**OURS, "spec.parallelism.strategy": "Zero2"}, LORA),
-    ({**OURS, "spec.parallelism.device": "Cuda", "spec.parallelism.nodes": 2}, {"spec.parallelism.strategy": "Fsdp"}),
+    ({**OURS, "spec.parallelism.device": "Cuda", "spec.parallelism.nodes": 2}, {"spec.parallelism.strategy": "Zero3"}),
     ({"spec.parallelism.nodes": 2, "spec.scheduling.gang": "Auto"}, {"spec.scheduling.gang": "Required"}),
     (
         {"spec.scheduling.queueName": "team", "spec.scheduling.workloadPriorityClassName": "high"},
         {"spec.scheduling.queueName": ""},
     ),
 ]
-"""for each rule of WRONG_TOGETHER what is right, and what makes it wrong"""
+"""for each rule of WRONG_TOGETHER, fields of a right manifest, and the change that makes it wrong"""
 
 
 SCRIPT: dict[str, Any] = {**NO_MODEL, "spec.command": ["python", "a.py"]}
@@ -539,7 +541,7 @@ WRONG_SCRIPTS: list[Changes] = [
     {"spec.parallelism.strategy": "Ddp"},
     {"spec.spill.encryption": "Ephemeral"},
 ]
-"""for each rule of WRONG_IN_SCRIPTS what makes a script wrong"""
+"""for each rule of WRONG_IN_SCRIPTS, the change that makes a script wrong"""
 AFTER_NOT_YET = 4 + len(WRONG_TOGETHER) + len(NOT_YET)
 
 
@@ -965,7 +967,7 @@ _GIVEN = {
     *(f"spec.model.config.{name}" for name in SPECS["TrainingJob"]["model"]["config"]),
     *(f"spec.training.{name}" for name in SPECS["TrainingJob"]["training"]),
 }  # fmt: skip
-"""fields of SPECS"""
+"""fields that SPECS has"""
 
 
 def _at(document: Document, steps: list[str]) -> Any:
@@ -993,13 +995,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Server:
-    """An API server that has the CRDs, perhaps under another group than ours."""
+    """An API server that has the CRDs, possibly under another group than ours."""
 
     request: Request
     namespace: str
     group: str = GROUP
     stored: dict[str, Document] = field(default_factory=dict)
-    """what was created there, by its content: the only objects that are more than a dry run"""
+    """content -> object that was created on the server; all other requests are dry runs"""
 
     def run(self, case: Case) -> Answer:
         query = "dryRun=All&fieldValidation=Strict"
@@ -1014,7 +1016,7 @@ class Server:
         return Answer(code in (200, 201), str(answer.get("message", "")))
 
     def _store(self, kind: Kind, document: Document) -> Document:
-        """The object with this content, made when it is first needed."""
+        """The object with this content, which is created when it is first needed."""
         content = json.dumps(document, sort_keys=True)
         if content not in self.stored:
             named = {**document, "metadata": {"name": f"stored-{len(self.stored)}"}}

@@ -1,4 +1,4 @@
-"""Whole attempts on the fake CUDA device, and the same on the CPU: called in a process over the fake."""
+"""Whole attempts on the fake CUDA device, and the same on the CPU. To be called in a process over the fake."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "adapters": {"config": LLAMA | {"dropout": "0"}, "lora": {"rank": 4}},
 }
 STREAMED = OptimizerPlan(cpu_share=1.0, resident_share=0.0, chunk_parameters=4096, num_threads=1, overlap="Forward")
-"""weights that live elsewhere are updated by the CPU"""
+"""the optimizer plan for streamed parameters: the CPU updates weights that are not on the device"""
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "disabled": {},
     "spread": {},
@@ -72,7 +72,7 @@ def plan_of(technique: str, num_segments: int) -> MemoryPlan:
     activations = plan.activations.model_copy(update={"answers": (Policy.KEEP, *answers, Policy.KEEP)})
     plan = plan.model_copy(update={"activations": activations})
     if "order" in changes:
-        homes = tuple(Tier.NVME if index in (1, 2) else Tier.HOST for index in range(num_segments))  # none that is tied
+        homes = tuple(Tier.NVME if index in (1, 2) else Tier.HOST for index in range(num_segments))  # not tied
         parameters = ParameterPlan(homes=homes, num_slots=2, **changes)
         return plan.model_copy(update={"optimizer": STREAMED, "parameters": parameters})
     return plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update=changes)})
@@ -92,7 +92,7 @@ def job_of(root: Path, technique: str, model: str, epoch: int, steps: int, momen
 
 
 def write_contract(root: Path, technique: str, model: str) -> None:
-    """What a trainer on a device is started with."""
+    """Writes the job and plan files with which a trainer on a device is started."""
     job = job_of(root, technique, model, 1, 4)
     plan = plan_of(technique, len(build_model(job.spec).segments)).model_copy(update={"device": "Cuda"})
     for name, content in (("job", job), ("plan", plan)):
@@ -102,14 +102,14 @@ def write_contract(root: Path, technique: str, model: str) -> None:
 def attempt(
     root: Path, technique: str, model: str, on_device: bool, epoch: int = 1, steps: int = 4, moments: str = "float32"
 ) -> Any:
-    """(exit code, what the fake counted, races, (losses, weights and states))."""
+    """Runs one attempt; returns (exit code, what the fake counted, races, (losses, weights and states))."""
     job = job_of(root, technique, model, epoch, steps, moments)
     plan = plan_of(technique, len(build_model(job.spec).segments))
     return *carried_out(job, plan, on_device), outcome(root, steps)
 
 
 def carried_out(job: JobFile, plan: MemoryPlan, on_device: bool) -> tuple[int, dict[str, int], list[str]]:
-    """(exit code, what the fake counted, races)."""
+    """Runs `job` under `plan`; returns (exit code, what the fake counted, races)."""
     from fakes import fake_streams
     from spillway_trainer.__main__ import attempt as run
 
@@ -130,7 +130,7 @@ def for_device(plan: MemoryPlan) -> MemoryPlan:
 
 
 def lean_attempt(root: Path, model: str, on_device: bool) -> Any:
-    """As `attempt`, under a plan that rebuilds what it can; how often it did besides."""
+    """As `attempt`, under a plan that rebuilds what it can; also returns the number of rebuilds."""
     num_rebuilt, run = 0, rebuilding.Rebuilt._run
 
     def counted(rebuilt: Any) -> Any:
@@ -150,8 +150,8 @@ SWEEPS = ("turns", "one resident base", "one base")
 
 
 def sweep_attempt(root: Path, kind: str, on_device: bool) -> Any:
-    """As `attempt`, of a sweep: members of several sizes and rules in turn, or adapters on one frozen base, attached
-    together. The outcome of each member by name."""
+    """As `attempt`, for a sweep: members of several sizes and update rules that take turns, or adapters that are
+    attached together to one frozen base. Returns the outcome of each member by name."""
     text, corpus = local_runs.write_text(root.parent / "text"), root.parent / f"corpus of {kind}"
     document = sweep_runs.JOB
     if kind != "turns":
@@ -189,7 +189,7 @@ ADAPTERS = [
 
 
 def outcome(root: Path, steps: int) -> tuple[dict[int, float], dict[str, Any]]:
-    """Losses by step; weights and states of the last checkpoint, as bytes."""
+    """Losses by step, and weights and states of the checkpoint of step `steps`, as bytes."""
     return outcome_in(root, root / "checkpoints", steps)
 
 
@@ -199,7 +199,7 @@ def outcome_in(root: Path, checkpoints: Path, steps: int) -> tuple[dict[int, flo
 
 
 def contexts_before_placement(root: Path) -> list[int]:
-    """How many the process has when it chooses its cores."""
+    """The number of contexts that the process has made each time it chooses its cores."""
     place, found = numa.place, []
 
     def noted(*arguments: Any) -> numa.CoreBinding:
@@ -213,7 +213,7 @@ def contexts_before_placement(root: Path) -> list[int]:
 
 
 def assert_same(found: Any, then: Any) -> None:
-    """Of two outcomes: every bit."""
+    """Asserts that two outcomes are equal in every bit."""
     (losses, tensors), (then_losses, then_tensors) = found, then
     assert losses == then_losses
     assert tensors.keys() == then_tensors.keys()
@@ -223,7 +223,7 @@ def assert_same(found: Any, then: Any) -> None:
 
 
 def killed_attempt(root: Path, technique: str, model: str, steps: int = 4) -> int:
-    """The first attempt, killed once a checkpoint is there; the number of steps it had made."""
+    """Runs the first attempt and kills it once a checkpoint exists; returns the number of steps that it had made."""
     child = os.fork()
     if child == 0:
         attempt(root, technique, model, True, 1, steps)
@@ -236,7 +236,7 @@ def killed_attempt(root: Path, technique: str, model: str, steps: int = 4) -> in
 
 
 def attempt_on_the_second_device(root: Path) -> dict[str, int]:
-    """What the fake counted."""
+    """Runs an attempt on the second device; returns what the fake counted."""
     cuda.device_of = lambda _: torch.device("cuda", 1)
     code, counts, _, _ = attempt(root, "spread", "llama", True)
     assert code == 0
@@ -244,7 +244,7 @@ def attempt_on_the_second_device(root: Path) -> dict[str, int]:
 
 
 def counts_of_steps(root: Path, technique: str) -> list[dict[str, int]]:
-    """What the fake counted in each of four steps."""
+    """Runs an attempt; returns what the fake counted in each of its four steps."""
     found, step = [], trainer.train_step
 
     def counted(*arguments: Any) -> Any:
@@ -259,7 +259,8 @@ def counts_of_steps(root: Path, technique: str) -> list[dict[str, int]]:
 
 
 def mark_made_in_a_lane() -> None:
-    """What a destructor does that the collector runs in the thread of a lane. Raises its error."""
+    """Makes and waits for a mark in a lane's thread, as a destructor that the garbage collector runs there does. Raises
+    its error."""
     lanes = CudaLanes(HostSlab(1 << 20), DeviceLedger(None), CudaStreams(torch.device("cuda", 0)))
     lanes.submit(Lane.H2D, lambda: lanes.computed().wait()).wait()
     lanes.close()
@@ -285,12 +286,12 @@ def lose_waits() -> None:
 
 
 def lose_marks() -> None:
-    """Nothing waits for the compute stream."""
+    """Marks of the compute stream are lost, so that nothing waits for it."""
     CudaLanes.computed = lambda _: DONE  # type: ignore[method-assign]
 
 
 def lose_births() -> None:
-    """Streams use memory before the compute stream is done with what lay there."""
+    """Streams use memory before the compute stream has finished with its earlier contents."""
     wait, acquire = CudaStreams.wait, CudaLanes.acquire
 
     def without_birth(*arguments: Any) -> Any:
@@ -316,7 +317,7 @@ def lose_edges() -> None:
 
 
 def complete_early() -> None:
-    """An operation is over for the host when it is in its stream."""
+    """The host takes an operation as complete as soon as the operation is in its stream."""
 
     def complete(operation: Any) -> None:
         operation._work, operation._after, operation.regions, operation.done = None, (), (), True
@@ -325,13 +326,13 @@ def complete_early() -> None:
 
 
 def release_at_once() -> None:
-    """Memory goes back while operations use it."""
+    """Memory is released while operations still use it."""
     release = CudaLanes.release
     CudaLanes.release = lambda self, region, after=(): release(self, region)  # type: ignore[method-assign]
 
 
 def let_go_at_launch() -> None:
-    """Nobody holds the tensors of an operation that is under way."""
+    """Nothing keeps the tensors of an operation alive while it runs."""
     launch = StreamOperation.launch
 
     def launched(operation: StreamOperation, *where: Any) -> None:
@@ -342,7 +343,7 @@ def let_go_at_launch() -> None:
 
 
 def mark_the_beginning() -> None:
-    """Who waits for an operation waits for what came before it."""
+    """Waiting for an operation waits only for what came before it in its stream."""
     launch = StreamOperation.launch
 
     def launched(operation: StreamOperation, *where: Any) -> None:
@@ -353,12 +354,12 @@ def mark_the_beginning() -> None:
 
 
 def mix_up_streams() -> None:
-    """All work goes to the stream of the model."""
+    """All work goes to the compute stream of the model."""
     CudaStreams.launch = lambda self, stream, work: work()  # type: ignore[method-assign]
 
 
 def lose_turns() -> None:
-    """A buffer of a ring is filled while it is read."""
+    """A buffer of a ring is filled again while it is still being read."""
     take = Ring.take
 
     def taken(ring: Ring) -> Any:
@@ -370,7 +371,7 @@ def lose_turns() -> None:
 
 
 def read_norms_early() -> None:
-    """The host takes an operation of a stream for complete without waiting."""
+    """The host takes an operation of a stream as complete without waiting for it."""
     StreamOperation.wait = lambda self: self.wait_for_launch()  # type: ignore[method-assign]
 
 
@@ -380,7 +381,7 @@ def forget_updates() -> None:
 
 
 def forget_reloads() -> None:
-    """Backward takes what is saved before it has come back."""
+    """Backward uses saved activations before they have been loaded back."""
     load_into = Record.load_into
 
     def loaded_into(record: Record, *loaded: Any) -> None:
@@ -391,12 +392,12 @@ def forget_reloads() -> None:
 
 
 def register_nothing() -> None:
-    """Copies go through memory that the device does not know."""
+    """Copies use host memory that is not registered with the device."""
     CudaStreams.pin = CudaStreams.unpin = lambda *_: None  # type: ignore[method-assign]
 
 
 def miscompile() -> None:
-    """The device's update of a state has one other bit."""
+    """The device's update of a state has one wrong bit."""
     update = cuda_kernels.TRITON.update
 
     def updated(scalars: Any, master: Any, moments: Any, gradient: Any, out: Any) -> None:
@@ -413,18 +414,18 @@ DEFECTS: dict[str, Callable[[], None]] = {
         *(lose_turns, read_norms_early, forget_updates, forget_reloads),
     )
 }
-"""of streams: the judge finds them in every run"""
+"""defects of streams, which the judge finds in every run"""
 HOST_DEFECTS: dict[str, Callable[[], None]] = {
     one.__name__.replace("_", " "): one for one in (complete_early, release_at_once, mix_up_streams)
 }
-"""the host goes on too early, which shows where a stream is late"""
+"""defects in which the host continues too early, which shows only if a stream is late"""
 OTHER_DEFECTS: dict[str, Callable[[], None]] = {
     one.__name__.replace("_", " "): one for one in (register_nothing, miscompile)
 }
 
 
 def attempt_with(root: Path, defect: str) -> Any:
-    """As `attempt`."""
+    """As `attempt`, with a planted defect."""
     (DEFECTS | HOST_DEFECTS | OTHER_DEFECTS)[defect]()
     return attempt(root, "backward" if defect == "forget updates" else "spread", "llama", True)
 
@@ -472,8 +473,8 @@ def writes_what_is_still_being_copied(is_correct: bool) -> bool:
 
 
 def copies_a_storage_to_where_a_lane_freed(is_correct: bool) -> bool:
-    """As a model's buffers after a spilled boundary: the lane knows that its copy to the host is over; whoever copies
-    there next has no more than the allocator's word."""
+    """Copies a storage into memory that a lane has just freed, like a model's buffers after a spilled boundary. Only
+    the lane knows that its copy to the host is complete; the next user of the memory relies on the allocator."""
     other, host, y = torch.cuda.Stream(), torch.zeros(1 << 20).pin_memory(), torch.zeros(1 << 20, device="cuda")
     freed = [torch.ones(1 << 20, device="cuda")]
     address = freed[0].data_ptr()
@@ -510,7 +511,7 @@ PROGRAMS: dict[str, Callable[[bool], bool]] = {
 
 
 def run_program(program: str, is_correct: bool) -> tuple[bool, list[str]]:
-    """(whether its result is right, races)."""
+    """Runs one of PROGRAMS; returns (whether its result is right, races)."""
     cuda_kernels.install()
     found = PROGRAMS[program](is_correct)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""`spillway run` on a machine with the fake CUDA device: called in a process over the fake."""
+"""`spillway run` on a machine with the fake CUDA device. To be called in a process over the fake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spillway_trainer import probe
 
 
 def spillway(*arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the command, whose trainers get the device's kernels."""
+    """Runs the command; its trainers have the fake device's kernels. Returns (exit code, stdout, stderr)."""
     os.environ["PYTHONPATH"] = f"{TESTS / 'fakes' / 'cuda_trainer'}{os.pathsep}{os.environ['PYTHONPATH']}"
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -26,13 +26,13 @@ def spillway(*arguments: str) -> tuple[int, str, str]:
 
 
 def run(job: Path, root: Path, *options: str) -> tuple[int, str, tuple[object, object]]:
-    """(exit code, what was said, (losses, weights and states of step 4))."""
+    """Runs a job; returns (exit code, stderr, (losses, weights and states of step 4))."""
     code, _, said = spillway("run", str(job), "--output", str(root), *options)
     return code, said, device_attempts.outcome(root, 4)
 
 
 def run_sweep(job: Path, root: Path, *options: str) -> tuple[int, str, dict[str, tuple[object, object]]]:
-    """As `run`, of each member by its name."""
+    """As `run`, for a sweep; the outcomes are by member."""
     code, _, said = spillway("run", str(job), "--output", str(root), *options)
     members = sorted((root / "members").iterdir()) if code == 0 else []
     outcomes = {
@@ -42,7 +42,8 @@ def run_sweep(job: Path, root: Path, *options: str) -> tuple[int, str, dict[str,
 
 
 def calibrated(root: Path, job: Path) -> tuple[dict[str, list[float]], str, str]:
-    """(figures, the profile that `spillway calibrate` leaves, what `spillway plan` says then); models are tiny."""
+    """Calibrates with tiny models; returns (figures, profile that `spillway calibrate` writes, output of `spillway
+    plan` with that profile)."""
     os.environ["XDG_STATE_HOME"] = str(root)
     cuda_kernels.compose_attention()
     cuda_kernels.install()
@@ -59,7 +60,7 @@ def calibrated(root: Path, job: Path) -> tuple[dict[str, list[float]], str, str]
 
 
 def shrink_probe() -> None:
-    """`spillway calibrate` measures little, of models that take no time."""
+    """Makes `spillway calibrate` measure little, with models that take no time."""
     probe.MATRIX_SIZES, probe.COPY_BYTES, probe.DISK_BYTES = (8, 16, 24), 1 << 20, 1 << 24
     probe.QUICK_CELLS = tuple(
         probe.Cell(32 * size, 2, 300, 32, 2, compute, *where)

@@ -1,4 +1,4 @@
-"""Entry points for tests of divided models: chains with what is hard to divide, for text."""
+"""Entry points for tests of divided models: chains for text with parameters and gradients that are hard to divide."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = 300
 
 
 class ChainOfText(UsersChain):
-    """With a vocabulary for every byte; its output projection is tied to the embedding."""
+    """A chain with a vocabulary that has every byte; its output projection is tied to its embedding."""
 
     vocab_size = TOKENS
 
@@ -32,7 +32,7 @@ class ChainOfText(UsersChain):
 
 
 class Odd(FeedForward):
-    """Parameters of fewer rows than ranks, one that is not trained, one that never gets a gradient."""
+    """Has parameters with fewer rows than ranks, one that is not trained, and one that never gets a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Odd(FeedForward):
 
 
 class Overflowing(FeedForward):
-    """Its second step is not finite."""
+    """Its outputs are not finite once its first update is done."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Overflowing(FeedForward):
 
 
 class _Multiplied(torch.autograd.Function):
-    """The input as it is; its gradient times a factor."""
+    """Passes its input through unchanged, and multiplies its gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -72,7 +72,7 @@ class _Multiplied(torch.autograd.Function):
 
 
 class Exploding(FeedForward):
-    """In its second training forward, on rank 1 alone, the loss is finite and gradients are not."""
+    """In its second training forward, on rank 1 only, the loss is finite, but gradients are not."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Valid TrainingJobs at random: every field of the API, with ordinary and extreme values, in clusters of all kinds.
+"""Random valid TrainingJobs: every field of the API, with ordinary and extreme values, in clusters of all kinds.
 
-Valid is what the schema and the rules between fields allow; whether a job fits any node, or can be carried out yet, is
-the operator's to say. One seed makes one job.
+A job is valid if the schema and the rules between fields allow it; whether it fits any node, or can be run yet, is for
+the operator to decide. One seed makes one job.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fuzzed_job(seed: int) -> Document:
 
 
 def as_script(spec: Document) -> Document:
-    """The same for a script: what that decides itself is left out; no number is drawn."""
+    """The same spec for a script, without the fields that a script decides itself. Draws no random number."""
     made = {name: value for name, value in spec.items() if name not in TRAINED_FIELDS}
     pod = made.get("pod", {})
     made["pod"] = pod | {"resources": {"memory": "1Gi"} | pod.get("resources", {})}
@@ -57,12 +57,14 @@ def as_script(spec: Document) -> Document:
 
 
 def as_other_data(data: Document, kind: str) -> Document:
-    """The same with chats or tokens in place of text: no number is drawn, so that recorded jobs stay as they are."""
+    """The same data with chats or tokens in place of text. Draws no random number, so that recorded jobs stay the
+    same."""
     place, evaluation = data["text"], dict(data.get("evaluation", {}))
     if evaluation.pop("text", None) or ("fetch" in place and kind == "chat"):
         evaluation.pop("fraction", None)
         return {"chat": place, "evaluation": evaluation | {"chat": place}}
-    return {kind if name == "text" else name: value for name, value in data.items()}
+    other = {kind if name == "text" else name: value for name, value in data.items()}
+    return other | ({"packing": True} if kind == "chat" and len(str(data)) % 3 else {})
 
 
 class _Maker:
@@ -73,7 +75,7 @@ class _Maker:
         self.architecture = self._one_of("llama", "llama", "gpt2", "bert", "t5")
         self.is_float16 = self._often(0.1)
         self.has_blocks = False
-        """of values that share a scale: set with the optimizer"""
+        """whether moments are blocks of values that share a scale; set with the optimizer"""
         self.sequence = self._one_of(2, 64, 128, 2048, 4096, 8192, 131072, 1 << 24)
 
     def job(self, name: str) -> Document:
@@ -118,7 +120,7 @@ class _Maker:
             spec["members"] = [{"name": "a"}, {"name": "b", "training": {"seed": 1}, "data": {}, "model": {}}]
             spec["objective"] = {"metric": "Loss", "direction": "Maximize", "halving": self._one_of(*COUNTS[1:])}
         self._maybe(spec, "command", RARELY, ["python", "train.py"], ["x" * 4096] * 64)
-        if self._often(SOMETIMES):  # last, so that all else of recorded jobs stays as it is
+        if self._often(SOMETIMES):  # last, so that everything else in recorded jobs stays the same
             spec["tracking"] = self._tracking()
         if self._often(RARELY):
             runs = {"claim": "runs", "subPath": "a", "fetch": {"uri": "s3://runs/a", "secretName": "keys"}}
@@ -236,7 +238,7 @@ class _Maker:
             for name in sorted(set(values) & set(rule.defaults)):
                 self._maybe(optimizer, name, OFTEN, *values[name])
             self._maybe(optimizer, "weightDecay", OFTEN, "0", "10")
-            if "0.9999999" not in optimizer.get("betas", []):  # narrow moments would not shrink
+            if "0.9999999" not in optimizer.get("betas", []):  # with it, moments in a narrow type would not shrink
                 self._maybe(optimizer, "moments", SOMETIMES, *(kind.value for kind in MomentType))
             self.has_blocks = optimizer.get("moments") == MomentType.INT8
             self._maybe(
@@ -246,11 +248,11 @@ class _Maker:
             schedule = training["schedule"] = {"name": self._one_of("Cosine", "Linear", "Constant")}
             self._maybe(schedule, "warmupSteps", OFTEN, 0, 1, training["steps"])
             self._maybe(schedule, "finalFraction", OFTEN, "0", "0.1", "1")
-            if "warmupSteps" not in schedule:  # no number is drawn
+            if "warmupSteps" not in schedule:  # draws no random number
                 schedule["warmupRatio"] = "0.03"
         return training
 
-    # how, and where
+    # how and where it is trained
 
     def _parallelism(self) -> Document:
         made: Document = {"nodes": self.nodes, "devicesPerNode": self.devices}
@@ -278,7 +280,7 @@ class _Maker:
         if self._often(SOMETIMES):
             advanced["activations"] = {"policy": self._one_of(*policies)}
             spills = advanced["activations"]["policy"] in ("Auto", "Nvme") and not disabled
-            if spills and "host" not in budget:  # which it may not exceed
+            if spills and "host" not in budget:  # hostReserve may not exceed it
                 self._maybe(advanced["activations"], "hostReserve", SOMETIMES, "1Mi", "64Gi", 0)
         if self._often(SOMETIMES):
             advanced["parameters"] = {"placement": self._one_of("Auto", "Resident", "Stream")}
@@ -395,7 +397,8 @@ class _Maker:
 
 
 def fuzzed_cluster(seed: int) -> ClusterView:
-    """Without a look at nodes; without nodes; or with a few kinds of them, with and without live metrics."""
+    """A cluster whose nodes have not been read, without nodes, or with nodes of a few kinds, with or without live
+    metrics."""
     rng = random.Random(seed)
     if rng.random() < SOMETIMES:
         return ClusterView()
@@ -427,11 +430,11 @@ def _node(rng: random.Random, number: int) -> NodeView:
     )
 
 
-# --- what becomes of them ---------------------------------------------------------------------------------------------
+# --- the operator's decisions -----------------------------------------------------------------------------------------
 
 
 def decided(seed: int) -> tuple[dict[str, Any], Desired]:
-    """The manifest, and what the operator does with the job as the API server would hold it."""
+    """The manifest, and the operator's decision on the job as the API server would store it."""
     document = fuzzed_job(seed)
     spec = document["spec"]
     validate(job_type(document), document, "fuzz")
@@ -439,6 +442,6 @@ def decided(seed: int) -> tuple[dict[str, Any], Desired]:
     seen = observed_spec(spec, claims, fuzzed_cluster(seed))
     if "command" in spec:
         return document, reconcile(seen, NOW)
-    if "source" in spec["model"] or "entrypoint" in spec["model"] or "fetch" in str(spec):  # found by its pod
+    if "source" in spec["model"] or "entrypoint" in spec["model"] or "fetch" in str(spec):  # its pod finds the shape
         seen = replace(seen, inspection=Inspection(shape=shape_of(job().spec).packed()))
     return document, reconcile(seen, NOW)

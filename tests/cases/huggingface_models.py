@@ -50,9 +50,18 @@ OF_STRUCTURE: dict[str, dict[str, Any]] = {
     "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
     "deberta-v2": {"type_vocab_size": 0},
     "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 3, "attention_heads": 4},
+    "llama4_text": {
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+        "layer_types": ["full_attention"] * 3,
+        "no_rope_layers": [0] * 3,
+        "attn_temperature_tuning": True,
+        "pad_token_id": None,
+    },
     "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5},
 }
-"""What their configurations have beside SIZES."""
+"""Structure -> fields of its configuration in addition to SIZES."""
 TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -64,7 +73,8 @@ def of_structure(name: str) -> PreTrainedModel:
 
 
 def spec_of(architecture: str = "llama", compute: str = "float32", **model: Any) -> TrainingJobSpec:
-    """A job's spec; `model` replaces or adds fields of spec.model (None removes one), `config` those of its sizes."""
+    """A job's spec. `model` replaces or adds fields of spec.model (None removes one); its `config` does so for the
+    sizes."""
     document = yaml.safe_load(SPEC)
     fields = document["spec"]["model"]
     fields["config"] |= {"architecture": architecture, **(model.pop("config", None) or {})}
@@ -76,7 +86,8 @@ def spec_of(architecture: str = "llama", compute: str = "float32", **model: Any)
 
 
 def filled(chain: Chain, seed: int = 1, scale: float = 3.0) -> Chain:
-    """With memory and values; matrices larger than initialised, so that a wrong bit does not get lost."""
+    """Gives a chain memory and values. Matrices are `scale` times their initial values, so that a wrong bit changes
+    results."""
     allocate(chain)
     for name, value in chain.initial_values(seed):
         chain.get_parameter(name).data.copy_(value * scale if value.dim() > 1 else value)
@@ -85,7 +96,7 @@ def filled(chain: Chain, seed: int = 1, scale: float = 3.0) -> Chain:
 
 
 def structural_chain(name: str, compute: str = "float32") -> Chain:
-    """One of OF_STRUCTURE, without memory."""
+    """The chain of one of OF_STRUCTURE, without memory."""
     with torch.device("meta"):
         model = of_structure(name)
     return chain_of(model, DTYPES[compute])
@@ -98,7 +109,7 @@ def small_model(architecture: str = "llama", compute: str = "float32", scale: fl
 def batch_for(
     objective: TrainingObjective, seed: int = 5, batch: int = BATCH, length: int = LENGTH
 ) -> tuple[Tensor, Tensor, int]:
-    """Tokens, labels and the number of labels; some labels are left out."""
+    """Tokens, labels and the number of labels that count; some labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(0, VOCABULARY, (2, batch, length), generator=generator)
     left_out = torch.rand(labels.shape, generator=generator) < (0.8 if objective is TrainingObjective.MASKED else 0.2)

@@ -1,4 +1,4 @@
-"""Foreign checkpoints for tests, laid out by the rules of their programs and written without these."""
+"""Foreign checkpoints for tests, written without the programs that define their layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BETAS = (0.9, 0.95)
 
 
 def awkward(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random bit patterns: NaNs with payloads, denormals, infinities and both zeros are among them."""
+    """Random bit patterns, which can be NaNs with payloads, denormals, infinities and both zeros."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator, dtype=torch.int64)
     return bits.to(torch.int32).view(torch.float32)
@@ -37,7 +37,8 @@ def bits(tensor: Tensor) -> list[int]:
 def write_zero(
     directory: Path, stage: int, num_ranks: int, values: Mapping[tuple[str, str], Tensor], num_updates: int = 3
 ) -> None:
-    """As DeepSpeed's engine saves ZeRO `stage` on `num_ranks` ranks, with two groups of parameters."""
+    """Writes a checkpoint as DeepSpeed's engine does for ZeRO `stage` on `num_ranks` ranks, with two groups of
+    parameters."""
     directory.mkdir(parents=True)
     cut = cut_parameters if stage == 3 else cut_group
     flat = {kind: [cut([values[kind, name] for name in group], num_ranks) for group in GROUPS] for kind in KINDS}
@@ -51,14 +52,15 @@ def write_zero(
 
 
 def cut_group(tensors: Sequence[Tensor], num_ranks: int) -> list[Tensor]:
-    """Stages 1 and 2: end to end, padded to a multiple of twice the ranks, cut; the last parts lose their padding."""
+    """Stages 1 and 2: joins the tensors, and cuts them for the ranks as if padded to a multiple of twice the ranks; the
+    last parts are saved without padding."""
     whole = torch.cat([tensor.reshape(-1) for tensor in tensors])
     size = 2 * math.ceil(whole.numel() / (2 * num_ranks))
     return [whole[rank * size : (rank + 1) * size].clone() for rank in range(num_ranks)]
 
 
 def cut_parameters(tensors: Sequence[Tensor], num_ranks: int) -> list[Tensor]:
-    """Stage 3: every parameter padded and cut."""
+    """Stage 3: pads and cuts every parameter by itself."""
     pieces: list[list[Tensor]] = [[] for _ in range(num_ranks)]
     for tensor in tensors:
         size = math.ceil(tensor.numel() / num_ranks)
@@ -81,7 +83,7 @@ def rank_states(stage: int, num_ranks: int, parts: Mapping[str, list[Tensor]], n
         "state": {
             group: {
                 "step": torch.tensor(float(num_updates)),
-                # Moments are saved with the padding that the masters are saved without.
+                # DeepSpeed saves moments with their padding, but masters without it.
                 "exp_avg": torch.cat([parts["exp_avg"][group], torch.zeros(0 if stage == 3 else 2)]),
                 "exp_avg_sq": torch.cat([parts["exp_avg_sq"][group], torch.zeros(0 if stage == 3 else 2)]),
             }

@@ -1,4 +1,4 @@
-"""Manifests for tests: a small complete one, and ways to change it by dotted path."""
+"""Manifests for tests: a small complete one, and functions that change it by dotted path."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LLAMA_70B = {
 }
 
 REMOVED = object()
-"""a value that takes the field away"""
+"""a value that removes the field"""
 
 
 def document(changes: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -87,6 +87,6 @@ def job(changes: dict[str, Any] | None = None) -> TrainingJob:
 
 
 def member(name: str, changes: Mapping[str, Any]) -> Member:
-    """A member with its own values by field below spec: {"training.seed": 1}."""
+    """A member with its own values, given by dotted field below spec: {"training.seed": 1}."""
     earlier = as_today({"members": [{"name": name, "overrides": dict(changes)}]})
     return Member.model_validate(earlier["members"][0])

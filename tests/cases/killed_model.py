@@ -1,4 +1,4 @@
-"""A model of the user's whose process is killed once, in the middle of a run."""
+"""A user's model that kills its process once, in the middle of a run, when there is a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from harness.patience import wait_until
+
 MARKER = "TEST_KILLED_ONCE"
-"""environment: a file that appears when it was killed; without the variable it is not"""
+"""environment variable with the path of a file that is made before the kill, RUN.killed; without the variable, nothing
+is killed"""
 CALL = 14
 
 
@@ -19,6 +22,8 @@ class KilledOnce(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         self.calls += 1
         if MARKER in os.environ and self.calls == CALL and not Path(os.environ[MARKER]).exists():
+            checkpoints = Path(os.environ[MARKER]).with_suffix("") / "checkpoints"
+            wait_until(lambda: any(checkpoints.glob("step-*.e1")))
             Path(os.environ[MARKER]).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return x_BTD

@@ -1,4 +1,4 @@
-"""The edges between operations of CudaLanes, by the lines that make them, and lanes that leave one out."""
+"""Finds the edges between operations of CudaLanes by the lines of code that make them, and can leave one edge out."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def function_of(end: str) -> str:
 
 
 def place_of(region: Region) -> int:
-    """The same for a buffer and for what it contains."""
-    region = getattr(region, "_region", region)  # of fake_streams.Watched
+    """An id of a region's memory, which is the same for a buffer and for its contents."""
+    region = getattr(region, "_region", region)  # unwraps fake_streams.Watched
     if isinstance(region, Contents):
         return region._tensor.data_ptr()
     return region.tensor.data_ptr() if isinstance(region, Buffer) else id(region)
 
 
 class Edges:
-    """What operations wait for, from `watch` on; all lanes leave `missing` out.
+    """Records the edges that operations wait for, from `watch` on. All lanes leave out the edge `missing`.
 
-    `early`: releases that wait for less than what uses the region, whatever was complete by luck.
+    `early`: releases that do not wait for all users of the region, even if these happened to be complete.
     """
 
     def __init__(self, missing: Edge | None = None) -> None:
@@ -58,13 +58,14 @@ class Edges:
         self.early: list[str] = []
         self._missing = missing
         self._made: dict[int, tuple[Event, str, frozenset[int]]] = {}
-        """by id: events, held so that no other gets their address; who made them; what is over when they are"""
+        """id -> event, kept so that its id is not reused; lane and line that made it; ids of events that are done once
+        it is"""
         self._users: defaultdict[int, set[int]] = defaultdict(set)
-        """events by place_of"""
+        """place_of a region -> ids of the events of operations that use it"""
         self._regions: list[Region] = []
-        """held so that no other gets their address"""
+        """kept so that their ids and addresses are not reused"""
         self._last: dict[Lane, int] = {}
-        """of a lane that takes its operations in turn"""
+        """id of the last event, for lanes that run their operations in order"""
         self._by_luck = False
         self._waited: dict[str, frozenset[int]] = {"host": frozenset(), "compute stream": frozenset()}
 
@@ -91,7 +92,7 @@ class Edges:
 
         def waits(lanes: Any, event: Event) -> None:
             for kept in self._kept("compute stream", [event]):
-                self._by_luck = isinstance(kept, StreamOperation)  # if it is complete, the host hears of it
+                self._by_luck = isinstance(kept, StreamOperation)  # the host may learn by luck that it is complete
                 wait(lanes, kept)
                 self._by_luck = False
                 self._waited["compute stream"] |= self._over([kept])

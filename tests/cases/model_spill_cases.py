@@ -1,4 +1,4 @@
-"""Runs of the real assembly and step loop whose parameters stream, and the same runs with everything resident."""
+"""Runs of the real assembly and step loop with streamed parameters, and the same runs with everything resident."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LANES: dict[str, MakeLanes] = {
 
 
 class Group(nn.Module):
-    """Consecutive segments of a chain as one."""
+    """Consecutive segments of a chain, joined to one segment."""
 
     def __init__(self, inner: Sequence[tuple[str, nn.Module]], num_arguments: Sequence[int]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Grouped(Chain):
 
     def __init__(self, model: Transformer, num_segments: int) -> None:
         super().__init__()
-        self.model = [model]  # in a list: its parameters belong to the groups
+        self.model = [model]  # in a list, so that its parameters belong only to the groups
         size = len(model.segments) // num_segments
         arguments = {"embedding": 0, "head": 2}
         self.groups = nn.ModuleList()
@@ -97,7 +97,7 @@ class Grouped(Chain):
         )
 
     def deviation(self, name: str) -> float:
-        return 0.2  # far from linear, so that a wrong bit does not get lost
+        return 0.2  # makes the model far from linear, so that a wrong bit changes results
 
 
 class Adapted(nn.Module):
@@ -119,7 +119,7 @@ class Adapted(nn.Module):
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained."""
+    """The model and the settings that do not depend on the technique."""
 
     num_segments: int = 8
     num_micro_batches: int = 2
@@ -161,7 +161,7 @@ def adapt(model: Transformer, dropout: float) -> None:
 
 @dataclass(frozen=True)
 class Technique:
-    """How it is run."""
+    """The plan and the lanes of a run."""
 
     homes: str = "host"
     num_slots: int = 2
@@ -170,14 +170,14 @@ class Technique:
     answers: str = "keep"
     lanes: str = "lazy"
     chunk_parameters: int = 211
-    """no size is a multiple of it, so that chunks end inside rows"""
+    """no parameter's size is a multiple of it, so that chunks end inside rows"""
     overlap: Overlap = "None"
 
     def plan(self, model: Model) -> MemoryPlan:
         count = model.num_segments
         homes = HOMES[self.homes](count)
         answers = ANSWERS[self.answers]
-        # The tied head and embedding need homes of one kind, whatever lies between.
+        # The tied head and embedding need homes of the same tier.
         homes = (*homes[:-1], homes[0]) if model.tied else homes
         return RESIDENT.model_copy(
             update={
@@ -226,7 +226,7 @@ RESIDENT = MemoryPlan(
 
 
 class RandomBatches:
-    """Tokens by sample number, some labels masked."""
+    """Random tokens that depend only on the sample's number; no label is masked."""
 
     def batch(self, samples: Sequence[int]) -> Batch:
         rows = [torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=_generator(sample)) for sample in samples]
@@ -247,7 +247,7 @@ def _generator(seed: int) -> torch.Generator:
 
 @dataclass
 class Outcome:
-    """Everything that must be the same bits however it is run, and what was seen of the run."""
+    """Everything that must be equal bit by bit under every technique, and figures of the run."""
 
     figures: dict[str, list[float]]
     tensors: dict[str, Tensor]
@@ -256,7 +256,7 @@ class Outcome:
     peak_bytes: dict[str, int] = field(default_factory=dict)
 
     def differences(self, other: Outcome) -> list[str]:
-        """Names of what differs in a bit; NaN is a difference."""
+        """Names of figures and tensors that differ in any bit; NaN counts as a difference."""
         found = [name for name in self.figures if self.figures[name] != other.figures[name]]
         assert self.tensors.keys() == other.tensors.keys()
         return found + [name for name, value in self.tensors.items() if not torch.equal(value, other.tensors[name])]
@@ -292,7 +292,7 @@ def settings_of(model: Model, num_steps: int = STEPS) -> LoopSettings:
 
 @dataclass
 class Laboratory:
-    """Runs models in one directory, and each of them resident once."""
+    """Runs models in one directory, and keeps the outcome of each model's resident run."""
 
     directory: Path
     text: Path
@@ -348,7 +348,7 @@ class Laboratory:
 
 
 def parameters(assembly: Assembly) -> dict[str, Tensor]:
-    """Every parameter's values, those of streamed ones as they come into their slots."""
+    """The values of every parameter; those of streamed parameters are read from their slots."""
     found = {}
     source = assembly.residence
     for segment, names in assembly.model.parameters_of().items():

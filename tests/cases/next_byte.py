@@ -1,4 +1,4 @@
-"""A real problem that is small: the next byte of Python source from the eight before it."""
+"""A real but small problem: predict the next byte of Python source from the eight bytes before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class NextByte(torch.nn.Module):
-    """A block of its embedding holds frequent bytes and rare ones."""
+    """A model in which each block of the embedding has rows of frequent and of rare bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,8 @@ class NextByte(torch.nn.Module):
 
 
 def losses_of(model: NextByte, num_steps: int) -> Iterator[float]:
-    """Of each step; its gradients are in `model` then, and whoever asks for the next has updated it."""
+    """Yields the loss of each step, with its gradients in `model`. The caller updates the model before it asks for the
+    next."""
     with open(os.__file__, "rb") as source:
         text = torch.frombuffer(bytearray(source.read()), dtype=torch.uint8).long()
     for _ in range(num_steps):

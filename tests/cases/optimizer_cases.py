@@ -1,4 +1,5 @@
-"""Optimizers driven by the same gradients: one case is a set of parameters, gradients and hyperparameters by seed."""
+"""Optimizers driven by the same gradients. A case is a set of parameters, gradients and hyperparameters from one
+seed."""
 
 from __future__ import annotations
 
@@ -35,21 +36,21 @@ SHAPES = {
     "rare": (19, 7),
     "down": (37, 83),
 }
-"""8,652 parameters: matrices and vectors, no size a multiple of a vector or of a chunk; one without values, as a shard
-may be"""
+"""8,652 parameters in matrices and vectors: no size is a multiple of a vector's width or of a chunk; one is empty, as a
+shard may be"""
 ALIAS, ALIAS_OWNER = "head", "embedding"
 UNTIL_MIDDLE, NUM_STEPS = 2, 5
 SKIPPED_STEP, RARE_STEPS, ALIAS_ALONE_STEP = 3, (1, 4), 4
 HOST_BYTES, LANE_RATE = 8 * 2**20, 1e9
 
 GROUPS = (Group("*norm", weight_decay=0.3), Group("[nu]p*", 3.0, 0.0), Group("e*", 0.1))
-"""the vector "norm" decays, "up" does not; the tied "embedding" and "empty" are slower"""
+"""the vector "norm" decays, "up" does not; the tied "embedding" and "empty" have lower learning rates"""
 
 Named = list[tuple[str, Parameter]]
 
 
 def odd_chunk(moments: MomentType) -> int:
-    """A prime number of parameters; where values share scales, the nearest number of whole blocks."""
+    """A prime number of parameters or, if values share scales, the nearest number of whole blocks."""
     return 1024 if moments is MomentType.INT8 else 1009
 
 
@@ -74,7 +75,7 @@ class Case:
         return {ALIAS: ALIAS_OWNER} if self.tied else {}
 
     def parameters(self) -> Named:
-        """Fresh parameters, the same bits each time; one of them frozen."""
+        """New parameters with the same bits each time; one of them is frozen."""
         generator = torch.Generator().manual_seed(self.seed)
         named = [(name, self._parameter(shape, generator)) for name, shape in SHAPES.items()]
         named.append(("frozen", Parameter(torch.ones(5, dtype=self.dtype), requires_grad=False)))
@@ -86,12 +87,12 @@ class Case:
 
     @property
     def uses(self) -> list[str]:
-        """Trained parameters in forward order, a tied one at each of its uses."""
+        """Names of trained parameters in forward order; a tied parameter appears at each of its uses."""
         return [*SHAPES, *self.aliases]
 
     def gradients(self, step: int, micro_batch: int) -> Iterator[tuple[str, Tensor]]:
-        """In backward order. "rare" comes in some steps only; SKIPPED_STEP has an infinity; in ALIAS_ALONE_STEP the
-        owner of a tied pair gets none."""
+        """(name, gradient) pairs in backward order. "rare" has a gradient only in some steps, SKIPPED_STEP has an
+        infinity, and in ALIAS_ALONE_STEP the owner of a tied pair has no gradient."""
         generator = torch.Generator().manual_seed(1000 * self.seed + 10 * step + micro_batch)
         uses = {**SHAPES, **({ALIAS: SHAPES[ALIAS_OWNER]} if self.tied else {})}
         for name, shape in reversed(uses.items()):
@@ -109,7 +110,7 @@ class Case:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run leaves: everything that placement must not change."""
+    """The results of a run that placement must not change."""
 
     parameters: dict[str, Tensor]
     states: dict[str, Tensor]
@@ -117,7 +118,7 @@ class Outcome:
     norms: list[float] = field(default_factory=list)
 
     def difference(self, other: Outcome) -> list[str]:
-        """Names of what differs in a bit."""
+        """Names of results that differ in any bit."""
         pairs = [(self.parameters, other.parameters), (self.states, other.states)]
         names = [name for mine, theirs in pairs for name in mine if not torch.equal(mine[name], theirs[name])]
         if [repr(norm) for norm in self.norms] != [repr(norm) for norm in other.norms]:
@@ -132,8 +133,8 @@ def drive(
     last: int = NUM_STEPS,
     read: Callable[[str], None] = lambda name: None,
 ) -> list[float]:
-    """Steps first..last-1 as the step loop does them, every parameter a segment of its own, which `read` it in forward;
-    returns the gradient norms."""
+    """Makes steps first..last-1 as the step loop does, with every parameter as a segment of its own. Calls `read` for a
+    parameter where forward uses it. Returns the gradient norms."""
     norms = []
     for step in range(first, last):
         optimizer.begin(1e-2 / (step + 1))
@@ -167,7 +168,7 @@ _ORACLES: dict[Case, Outcome] = {}
 
 
 def oracle(case: Case) -> Outcome:
-    """The plain optimizer on the reference arithmetic, all steps."""
+    """The outcome of all steps with the plain optimizer and the reference arithmetic."""
     if case not in _ORACLES:
         parameters = case.parameters()
         optimizer = resident(parameters, case)
@@ -192,7 +193,8 @@ def offload(
     *,
     in_place: bool = False,
 ) -> OptimizerOffload:
-    """The CPU path on the native kernel and the device path on the reference: two different codes meet."""
+    """An optimizer whose CPU path uses the native kernel, and whose device path uses the reference, so that two
+    different implementations must agree."""
     return OptimizerOffload(
         parameters,
         case.aliases,

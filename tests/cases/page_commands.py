@@ -1,4 +1,5 @@
-"""Where each command of README.md, CONTRIBUTING.md, docs and examples runs: here, on the bed, or why it cannot."""
+"""Where each command of README.md, CONTRIBUTING.md, docs and examples runs: locally, on the test bed, or why
+nowhere."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ LOCAL = {
     "spillway run examples/tiny-llama.yaml --output runs/tiny-llama": ALL,
     "python examples/huggingface_trainer.py --output runs/trainer --steps 40": CI,
 }
-"""run by tests/local/test_page_commands.py in a copy of the tree -> the depth from which on"""
+"""command that tests/local/test_page_commands.py runs in a copy of the tree -> lowest depth at which it runs"""
 
 CLUSTER_PAGES = {
     "README.md": QUICK,
@@ -50,7 +51,7 @@ CLUSTER_PAGES = {
     "docs/scripts.md": CI,
     "docs/security.md": CI,
 }
-"""in the order in which tests/cluster/alone/test_page_commands.py runs theirs -> the depth from which on"""
+"""page, in the order in which tests/cluster/alone/test_page_commands.py runs their commands -> lowest depth"""
 
 _INSTALL = "helm install spillway charts/spillway --namespace spillway --create-namespace"
 _UPGRADE = "helm upgrade spillway charts/spillway --namespace spillway --reset-then-reuse-values"

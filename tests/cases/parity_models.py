@@ -1,4 +1,4 @@
-"""Small models that save tensors for backward in every way that has broken somebody's offloading.
+"""Small models that save tensors for backward in all ways that are known to have broken offloading libraries.
 
 Each is a chain of named segments like the trainer's own models: `segments`, `tied`, and
 forward(tokens_BT, labels_BT, num_tokens) -> loss.
@@ -23,13 +23,13 @@ def transformer(*, dropout: float = 0.0, tied: bool = False, dtype: torch.dtype 
     model = Transformer(config).to(dtype)
     with torch.no_grad():
         for name, value in model.initial_values(seed=11):
-            model.get_parameter(name).copy_(value * 10)  # far from linear, so that a wrong bit does not get lost
+            model.get_parameter(name).copy_(value * 10)  # far from linear, so that a wrong bit changes results
     model.tie()
     return model
 
 
 class Chain(nn.Module):
-    """embedding -> blocks -> head, the blocks given."""
+    """A chain embedding -> blocks -> head with the given blocks."""
 
     tied: dict[str, str] = {}  # noqa: RUF012
 
@@ -72,7 +72,7 @@ class FeedForward(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """torch's own checkpointing inside a segment: it saves its input, and recomputes on its own account."""
+    """Uses torch's own checkpointing inside a segment, which saves its input and recomputes by itself."""
 
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Checkpointed(nn.Module):
 
 
 class SplitQkv(nn.Module):
-    """Attention over chunks of one projection: many views, at offsets, of one saved storage."""
+    """Attention over chunks of one projection: many views of one saved storage, at different offsets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Transposed(nn.Module):
 
 
 class StrideZero(nn.Module):
-    """Expanded tensors: their storage is smaller than their shape says."""
+    """Saves expanded tensors, whose storage is smaller than their shape suggests."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Lanes that leave out one kind of order: what a schedule with that defect would submit."""
+"""Lanes that leave out one kind of edge, like a schedule with that defect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Edges = Sequence[Event]
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """Operations of `lane` whose label starts with `label`; `keep` says which of their `after` events survive."""
+    """A defect of the operations of `lane` whose label starts with `label`: of their `after` events, only those that
+    `keep` returns are left."""
 
     name: str
     lane: Lane
@@ -25,7 +26,7 @@ class Defect:
 
 
 class LanesWithDefect(Lanes):
-    """`lanes`, but operations of the defect lose edges; `dropped` counts the edges that were left out."""
+    """Behaves like `lanes`, except that operations of the defect lose edges; `dropped` counts these edges."""
 
     def __init__(self, lanes: Lanes, defect: Defect) -> None:
         self._lanes, self._defect = lanes, defect
@@ -70,7 +71,7 @@ class LanesWithDefect(Lanes):
 
 
 class LanesThatLose(LanesWithDefect):
-    """The operation with this label reports completion and is never run, as in the published implementation."""
+    """The operation with this label reports completion but never runs, as in the published implementation."""
 
     def __init__(self, lanes: Lanes, lane: Lane, label: str) -> None:
         super().__init__(lanes, Defect("lost", lane, label, lambda after: after))

@@ -1,4 +1,4 @@
-"""Plain nn.Sequential models, as entry points return them: convolutions over the places of a text as over an image."""
+"""Plain nn.Sequential models, as entry points return them. Some convolve over the tokens of a text as over an image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spillway_trainer.models.build import build_model
 from spillway_trainer.models.chain import Chain
 
 VOCABULARY, WIDTH = 61, 8
-"""tokens of model_spill_cases.RandomBatches"""
+"""the vocabulary of model_spill_cases.RandomBatches, and the number of channels"""
 
 
 class ToImage(nn.Module):
@@ -28,7 +28,7 @@ class ToImage(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """of ResNet-18 (He et al., arXiv 1512.03385)"""
+    """The basic block of ResNet-18 (He et al., arXiv 1512.03385)."""
 
     def __init__(self, channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class BasicBlock(nn.Module):
 
 
 class Predictions(nn.Module):
-    """Logits of every token from an image of half the width and height."""
+    """Computes logits of every token from an image of half the width and height."""
 
     def __init__(self, channels: int, vocabulary: int) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ def resnet(vocabulary: int = VOCABULARY) -> nn.Sequential:
 
 
 def resnet_of_text() -> nn.Sequential:
-    """A tokenizer has a token for every byte."""
+    """A resnet for text, whose tokenizer has a token for every byte."""
     return resnet(300)
 
 
 def perceptron() -> nn.Sequential:
-    """One activation function in several places, as users write it."""
+    """Uses one activation module in several places, as users do."""
     act = nn.GELU()
     return nn.Sequential(
         nn.Identity(), nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 24), act, nn.Dropout(0.1),
@@ -97,7 +97,7 @@ def recurrent() -> nn.Sequential:
 
 @dataclass(frozen=True)
 class SequentialModel:
-    """For model_spill_cases.Laboratory."""
+    """A model for model_spill_cases.Laboratory."""
 
     name: str
     num_micro_batches: int = 2

@@ -1,7 +1,7 @@
-"""What the Triton kernels are held to: the bits of reference.py, whatever the values, sizes and alignments.
+"""Checks that the Triton kernels have the same bits as reference.py for all values, sizes and alignments.
 
-On a GPU the tests of tests/gpu call these checks. Run as a program under TRITON_INTERPRET=1, all of them run in the
-interpreter of Triton, on the CPU.
+On a GPU, the tests of tests/gpu call these checks. As a program under TRITON_INTERPRET=1, this module runs all of them
+in Triton's interpreter, on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spillway_trainer.kernels.reference import UpdateScalars
 
 SIZES = [1, 3, triton_kernels.BLOCK - 1, triton_kernels.BLOCK, triton_kernels.BLOCK + 1, 20_003]
 FEW_SIZES = [3, triton_kernels.BLOCK + 1]
-"""of what differs by rule alone, in the interpreter, which is slow; a GPU does them all"""
+"""sizes at which the slow interpreter checks all update rules and moment types; a GPU checks them at all sizes"""
 GRADIENT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
 OUT_TYPES = [torch.float32, torch.bfloat16, torch.float16, None]
 MOMENT_TYPES = [torch.float32, torch.bfloat16, torch.uint8]
@@ -31,14 +31,15 @@ def scalars(step: int, weight_decay: float = 0.1, rule: UpdateRule = UpdateRule.
 
 
 def any_values(n: int, seed: int) -> Tensor:
-    """Every bit pattern is as likely as any other: all exponents, denormals, infinities, NaNs with every payload."""
+    """Values of which every bit pattern is equally likely: all exponents, denormals, infinities, NaNs with every
+    payload."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**31), 2**31, (n,), generator=generator, dtype=torch.int64)
     return bits.to(torch.int32).view(torch.float32)
 
 
 def trained_values(n: int, seed: int) -> Tensor:
-    """As training leaves them, with denormals, exact ties of bfloat16, zeros of both signs and a NaN among them."""
+    """Values as training leaves them, among them denormals, exact ties of bfloat16, zeros of both signs and a NaN."""
     values = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 0.02
     values[1::7] *= 1e-38
     ties = values[2::7].view(torch.int32)
@@ -59,7 +60,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def at_offset(tensor: Tensor, offset: int, device: str) -> Tensor:
-    """A copy on `device` that begins `offset` elements into its memory: with 1, aligned to nothing but an element."""
+    """A copy on `device` that begins `offset` elements into its memory; with offset 1, it is aligned only to an
+    element."""
     memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device=device)
     memory[offset:] = tensor.to(device)
     return memory[offset:]
@@ -75,7 +77,7 @@ def check_update(
     num_steps: int,
     moment_type: torch.dtype = torch.float32,
 ) -> None:
-    """`num_steps` steps from values of both kinds, every bit of every state and of the last `out`."""
+    """Makes `num_steps` steps from values of both kinds; checks every bit of every state and of the last `out`."""
     for values in (any_values, trained_values):
         wanted = [values(n, 1), *moments_of(rule, n, moment_type, values)]
         found = [at_offset(state, offset, device) for state in wanted]
@@ -94,7 +96,7 @@ def check_update(
 
 
 def check_update_split(device: str, rule: UpdateRule, n: int, offset: int, moment_type: torch.dtype) -> None:
-    """Two steps of masters in halves against two of whole ones: moments, weights, and the masters joined."""
+    """Compares two steps with split masters to two steps with whole ones: moments, weights, and the joined masters."""
     for values in (any_values, trained_values):
         wanted = [reference.quiet(values(n, 1)), *moments_of(rule, n, moment_type, values)]
         weights = reference.bfloat16(wanted[0])
@@ -113,7 +115,7 @@ def check_update_split(device: str, rule: UpdateRule, n: int, offset: int, momen
 
 
 def check_accumulate(device: str, n: int, gradient_type: torch.dtype, offset: int) -> None:
-    """A first and two more gradients."""
+    """Accumulates a first gradient and two more, and checks every bit of the sum."""
     for values in (any_values, trained_values):
         found, wanted = at_offset(torch.full((n,), torch.nan), offset, device), torch.empty(n)
         for step in range(3):
@@ -124,7 +126,8 @@ def check_accumulate(device: str, n: int, gradient_type: torch.dtype, offset: in
 
 
 def check_square_sum(device: str, n: int, dtype: torch.dtype, offset: int) -> None:
-    """Exact, infinities and NaNs counted; also of one exponent alone, where every digit meets in one word."""
+    """Checks that sums of squares are exact, and that infinities and NaNs are counted; also for values of a single
+    exponent, whose digits all add up in one word."""
     alike = torch.full((n,), 1.9999999)
     for values in (any_values(n, 30), trained_values(n, 31), alike, alike * 2.0**127, alike * 2.0**-130, alike * 0):
         found = kernels.finish_square_sums([triton_kernels.square_sum(at_offset(values.to(dtype), offset, device))])
@@ -133,7 +136,7 @@ def check_square_sum(device: str, n: int, dtype: torch.dtype, offset: int) -> No
 
 
 def check_square_sum_in_parts(device: str) -> None:
-    """More values than one row of words can take."""
+    """Checks a sum of more values than one row of words can hold."""
     values, longest = trained_values(10_000, 32), triton_kernels.LONGEST_SUM
     triton_kernels.LONGEST_SUM = 4096
     try:
@@ -145,7 +148,7 @@ def check_square_sum_in_parts(device: str) -> None:
 
 
 def around_ties(dtype: torch.dtype) -> Tensor:
-    """float32 values: every one that `dtype` has, and in between just below, at and just above the half."""
+    """float32 values: every value of `dtype` and, between neighbours, values just below, at and just above the half."""
     if dtype == torch.bfloat16:
         upper = torch.arange(-32768, 32768, dtype=torch.int32) << 16
         return torch.cat([upper | lower for lower in (0, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(torch.float32)
@@ -158,7 +161,7 @@ def around_ties(dtype: torch.dtype) -> Tensor:
 
 
 def check_rounding(device: str) -> None:
-    """Without decay and with a zero gradient the step leaves the master as it is: `out` shows every rounding."""
+    """Checks every rounding in `out` of a step that does not change the master, because decay and gradient are zero."""
     for dtype in (torch.bfloat16, torch.float16):
         values = around_ties(dtype)
         zeros = torch.zeros_like(values)

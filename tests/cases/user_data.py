@@ -1,4 +1,4 @@
-"""Entry points of data as users write them, well and badly."""
+"""Entry points of data as users write them, right and wrong."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from cases.chats import conversations
 from spillway_trainer.corpus import documents
 
 NUM_DOCUMENTS = 40
-WORDS = ["yes", "no", "the", "quick", "brown", "fox", "don't", "日本語", "🙂", "�"]
+WORDS = ["yes", "no", "the", "quick", "brown", "fox", "don't", "日本語", "🙂", "\udfff"]
 
 
 def texts() -> Iterator[object]:
-    """Strings and fields, and one with a lone surrogate."""
+    """Yields strings, and maps with a text and other fields."""
     for number in range(NUM_DOCUMENTS):
         text = " ".join(WORDS[number % 7 :] + WORDS[: number % 5]) * 30
         yield text if number % 2 else {"text": text, "id": object(), "messages": None}
 
 
 class Chats:
-    """Map-style, as a torch Dataset: it has no `__iter__`, and does not say where it ends."""
+    """A map-style dataset like torch's Dataset: it has no `__iter__`, and raises no IndexError at its end."""
 
     def __len__(self) -> int:
         return NUM_DOCUMENTS
@@ -36,7 +36,7 @@ class Chats:
 
 
 def tokens() -> list[object]:
-    """Of different lengths; some with labels, some arrays."""
+    """Samples of different lengths; some have labels, and some are arrays."""
     made: list[object] = []
     for number in range(NUM_DOCUMENTS):
         numbers = np.arange(5 + number) % 50
@@ -51,7 +51,7 @@ def raises() -> Iterator[str]:
 
 
 def hangs() -> Iterator[str]:
-    documents.INSPECTION_DEADLINE_SECONDS = 0.1  # type: ignore[assignment] - with it the timer is armed next
+    documents.INSPECTION_DEADLINE_SECONDS = 0.1  # type: ignore[assignment] - the timer is armed with it next
     documents._REARM_SECONDS = 0.0
     yield "one"
     threading.Event().wait()
@@ -138,7 +138,7 @@ def speaks_of_a_timeout() -> list[str]:
 
 
 def starts_others() -> list[str]:
-    """A process that has the pipe of its parent, and a thread that Python waits for."""
+    """Starts a process that inherits its parent's pipe, and a thread for which Python waits at its end."""
     subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
     threading.Thread(target=threading.Event().wait).start()
     return [f"text {number}" for number in range(400)]

@@ -1,4 +1,4 @@
-"""Chains as users write them: what torch lets a forward do that a technique may not notice."""
+"""Chains as users write them, whose forwards do things that torch allows and that a technique may overlook."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FeedForward(nn.Module):
 
 
 class Checkpointed(FeedForward):
-    """Recomputes on its own account."""
+    """Recomputes by itself, with torch's own checkpointing."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 class TwiceReentrant(FeedForward):
-    """Its weights are used in two re-entrant checkpoints, so that each gets its gradient in two parts."""
+    """Uses its weights in two re-entrant checkpoints, so that each weight gets its gradient in two parts."""
 
     def forward(self, x_BTD: Tensor, tokens_BT: Tensor) -> Tensor:
         once: Tensor = checkpoint(super().forward, x_BTD, tokens_BT, use_reentrant=True)
@@ -53,7 +53,7 @@ class TwiceReentrant(FeedForward):
 
 
 class Compiled(FeedForward):
-    """Its inner function is compiled, by the graph's capture and autograd's; kernels stay torch's own."""
+    """Compiles its inner function with graph capture and AOT autograd; the kernels are torch's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,8 @@ class Compiled(FeedForward):
 
 
 class Branching(FeedForward):
-    """By the first token: one of two branches, or both; the other's parameters get no gradient."""
+    """Chooses one of two branches, or both, by the first token. Parameters of a branch that is not used get no
+    gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Doubled(torch.autograd.Function):
 
 
 class OwnFunction(FeedForward):
-    """An autograd function of its own that saves an activation and a parameter."""
+    """Uses its own autograd function, which saves an activation and a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class Head(nn.Module):
 
 
 class OwnLoss(Head):
-    """Smoothed labels, and a penalty on large logits."""
+    """A head whose loss has smoothed labels and a penalty on large logits."""
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
         logits_NV = self.output(F.layer_norm(x_BTD, (HIDDEN,))).flatten(0, 1).float()
@@ -124,7 +125,7 @@ class OwnLoss(Head):
 
 
 class UsersChain(Chain):
-    """embedding -> blocks -> head, the blocks and the kind of head given."""
+    """A chain embedding -> blocks -> head with given blocks and a given head."""
 
     vocab_size = VOCABULARY
 
@@ -143,7 +144,7 @@ class UsersChain(Chain):
         return {"embedding": (), "head": (labels_BT, num_tokens)}.get(segment, (tokens_BT,))
 
     def deviation(self, name: str) -> float:
-        return 0.2  # far from linear, so that a wrong bit does not get lost
+        return 0.2  # makes the model far from linear, so that a wrong bit changes results
 
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
@@ -165,7 +166,7 @@ HEADS = {"own loss": OwnLoss}
 
 @dataclass(frozen=True)
 class UserModel:
-    """For model_spill_cases.Laboratory."""
+    """A model for model_spill_cases.Laboratory."""
 
     block: str
     dtype: torch.dtype = torch.float32
@@ -189,7 +190,7 @@ class UserModel:
 
 
 class Mixes(nn.Module):
-    """By a matrix that is drawn when the model is built, and that no checkpoint holds."""
+    """Mixes features by a random matrix that is drawn when the model is built, and is in no checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,5 +202,5 @@ class Mixes(nn.Module):
 
 
 def drawing() -> nn.Sequential:
-    """An entry point: a chain of four segments."""
+    """An entry point that returns a chain of four segments."""
     return nn.Sequential(nn.Embedding(512, HIDDEN), Mixes(), Mixes(), nn.Linear(HIDDEN, 512))

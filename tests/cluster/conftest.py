@@ -1,4 +1,4 @@
-"""The test bed of this session: a real Kubernetes on this machine, booted here or found running."""
+"""The test bed of this session: a real Kubernetes on this machine, which is started here or already runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CANNOT = (ExitCode.UNAVAILABLE, ExitCode.REFUSED)
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of this session have."""
+    """A folder that all workers of this session share."""
     mine = tmp_path_factory.getbasetemp()
     return mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
 
@@ -44,7 +44,7 @@ def locked(file: Path, how: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def turn(request: pytest.FixtureRequest, shared: Path) -> Iterator[None]:
-    """While a file of alone/ runs no other one does."""
+    """Makes sure that no other file runs while a file of alone/ does."""
     is_alone = request.path.parent.name == "alone"
     with locked(shared / "turn", fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH):
         yield
@@ -52,8 +52,8 @@ def turn(request: pytest.FixtureRequest, shared: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def testbed(shared: Path) -> Iterator[Bed]:
-    """Started if it does not run, with fake nodes, fake GPUs, Prometheus and Kueue, by the first worker that needs it;
-    ended by the last one, and only if started here."""
+    """The test bed. Unless it runs, the first worker that needs it starts it with fake nodes, fake GPUs, Prometheus and
+    Kueue; then the last worker ends it."""
     if os.environ.get("SPILLWAY_NO_CLUSTER"):
         pytest.skip("no control plane: SPILLWAY_NO_CLUSTER is set")
     record = shared / "bed.json"
@@ -70,14 +70,14 @@ def testbed(shared: Path) -> Iterator[Bed]:
 
 
 def started() -> Document:
-    """What the machine was like before."""
+    """Starts the test bed unless it runs; returns whether it ran, and the machine's state before the start."""
     was_running = whole_bed.runs(state())
     if not was_running:
-        testbed_command("down")  # what a bed that was killed has left is not how the machine was
+        testbed_command("down")  # removes what a killed bed has left, which is no part of the machine's own state
     before = machine_state()
-    # Pods mount this environment and keep no bytecode: without it, each start of a trainer would compile torch.
+    # Pods mount this environment and keep no bytecode. Without bytecode, each start of a trainer would compile torch.
     subprocess.run([sys.executable, "-c", "import spillway_trainer.__main__"], check=True)
-    # In a process of its own, whose children are not ours to wait for.
+    # In a separate process, so that its children are not children of this one.
     flags = ["--fake-nodes", str(WANTED.fake_nodes), "--fake-gpus", str(WANTED.fake_gpus), "--prometheus", "--kueue"]
     ended = testbed_command("up", *flags)
     if ended.returncode in CANNOT:
@@ -95,7 +95,7 @@ def namespace(testbed: Bed) -> Iterator[str]:
 
 
 def _namespace(testbed: Bed) -> Iterator[str]:
-    """An empty one in which only restricted pods are admitted."""
+    """A new, empty namespace that admits only restricted pods; it is deleted at the end."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
     testbed.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": restricted}})
@@ -106,7 +106,7 @@ def _namespace(testbed: Bed) -> Iterator[str]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Wait for a condition that the cluster makes true by itself."""
+    """A function that waits for a condition that the cluster makes true by itself."""
     from testbed.processes import wait_until
 
     return wait_until
@@ -119,7 +119,7 @@ def testbed_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def machine_state() -> dict[str, object]:
-    """What the test bed may touch, as far as it can be read without root."""
+    """The state of everything that the test bed may change, as far as it can be read without root."""
     ours = re.compile(rf"{re.escape(str(state().root))}|/run/netns|kubelet|containerd")
     mounts = Path("/proc/mounts").read_text(encoding="utf-8").splitlines() if Path("/proc/mounts").exists() else []
     sysctls = {name: Path("/proc/sys") / name.replace(".", "/") for name in SYSCTLS}
@@ -134,7 +134,7 @@ def machine_state() -> dict[str, object]:
 
 
 def firewall(command: str) -> list[str]:
-    """Rules, own chains and policies; a table that was used once and is as new does not count."""
+    """The firewall's rules, own chains and policies. A table that was used and is empty again adds nothing."""
     try:
         listed = subprocess.run([command], capture_output=True, text=True, check=False).stdout
     except OSError:
@@ -148,7 +148,8 @@ def firewall(command: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def operator_image(testbed: Bed, shared: Path) -> OperatorImage:
-    """The operator's own image, built from this checkout and imported; skipped aloud where none can be built."""
+    """The operator's image, built from this checkout and imported. Tests are skipped with the reason if it cannot be
+    built."""
     record = shared / "operator.json"
     with locked(shared / "image"):
         if not record.exists():
@@ -168,8 +169,8 @@ def operator_image(testbed: Bed, shared: Path) -> OperatorImage:
 
 @pytest.fixture(scope="session")
 def spillway(testbed: Bed, operator_image: OperatorImage, shared: Path) -> Installed:
-    """The chart installed on it. The operator runs in its own image; trainers run in the quick one (this machine's
-    Python, this checkout's code), because theirs has five gigabytes: `make images` builds and tries it."""
+    """The chart, installed on the test bed. The operator runs in its own image. Trainers run in the quick image (this
+    machine's Python, this checkout's code), because their own has five gigabytes; `make images` builds and tests it."""
     with locked(shared / "release"):
         if (shared / "installed").exists():
             return Installed(testbed)

@@ -1,4 +1,5 @@
-"""The hand-made bad manifests on the real API server: refused by admission, or taken and refused by the operator."""
+"""The hand-written bad manifests on the real API server: refused by admission, or accepted and refused by the
+operator."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from spillway.errors import InvalidJob
 
 FEWEST = 300
 SAMPLED = 8
-"""refusals by condition between two that the operator itself is asked for"""
+"""one in so many refusals by condition is also tried with the real operator"""
 CONDITION_SECONDS = 60.0
 
 
@@ -41,7 +42,7 @@ class Jobs:
         self.path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/trainingjobs"
 
     def tried(self, mistake: Mistake) -> tuple[int, Document]:
-        """The server's code and answer; nothing is kept."""
+        """Tries a mistake as a dry run; returns the server's status code and answer."""
         query = "dryRun=All&fieldValidation=Strict"
         document = as_kubectl_sends_it(mistake.text)
         if mistake.topic != CHANGES:
@@ -52,7 +53,7 @@ class Jobs:
         return self.request("PUT", f"{self.path}/{known['name']}?{query}", document)
 
     def stored(self, suspended: bool) -> Document:
-        """Metadata of a job that nobody runs."""
+        """Creates a job that no operator runs, unless it exists; returns its metadata."""
         made = stored(suspended)
         made["metadata"]["name"] = f"stored-{suspended}".lower()
         made["spec"]["managedBy"] = NOBODY
@@ -72,7 +73,7 @@ def jobs(spillway: Installed, namespace: str) -> Iterator[Jobs]:
 
 
 def sentences(mistake: Mistake) -> str:
-    """Of Spillway's own parser; empty for what it takes."""
+    """The error of Spillway's own parser; empty if it accepts the manifest."""
     try:
         parse_job(mistake.text, "job.yaml")
     except InvalidJob as error:
@@ -111,7 +112,7 @@ def test_every_bad_manifest_is_refused_with_path_value_and_what_is_allowed(
 
 
 def test_the_operator_says_in_the_status_what_the_table_says(spillway: Installed, namespace: str) -> None:
-    """A sample with the real operator."""
+    """Tests a sample of the mistakes with the real operator."""
     sampled = [mistake for mistake in all_mistakes() if mistake.by_condition and not mistake.claims]
     sampled = [*sampled[::SAMPLED], *(mistake for mistake in sampled if mistake.topic == CLUSTER)]
     for number, mistake in enumerate(sampled):

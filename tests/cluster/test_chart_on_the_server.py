@@ -1,4 +1,4 @@
-"""What the chart renders, read by the API server: every field is one that its strict schemas know."""
+"""The API server reads what the chart renders: its strict schemas know every field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOREIGN = ("PodMonitor", "ServiceMonitor", "PrometheusRule")
 def test_the_api_server_knows_every_field_of_every_object(testbed: Bed, namespace: str, cell: str) -> None:
     text = testbed.helm("template", RELEASE, str(CHART), "--namespace", namespace, *settings_of(MATRIX[cell]))
     objects = [found for found in yaml.safe_load_all(text) if found and found["kind"] not in FOREIGN]
-    for found in objects:  # watched namespaces need not be there
+    for found in objects:  # watched namespaces need not exist
         if "namespace" in found["metadata"]:
             found["metadata"]["namespace"] = namespace
     listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})

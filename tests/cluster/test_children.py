@@ -1,6 +1,6 @@
-"""Children that somebody deletes, edits or forges, and the ends of a job: deletion, a namesake, the whole namespace.
+"""Children that somebody deletes, edits or forges, and ends of a job: deletion, a namesake, loss of the namespace.
 
-On fake (KWOK) nodes: what counts is what the API server, its controllers and the operator make of it.
+Nodes are fake (KWOK), because only the API server, its controllers and the operator are tested.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SECONDS = 60.0
 KINDS = ("jobs", "configmaps", "services", "pods", "persistentvolumeclaims")
 ALL_OURS = "app.kubernetes.io/managed-by=spillway"
 STEADY = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
-"""fake pods that outlast the test"""
+"""annotations with which fake pods outlast the test"""
 
 
 def steady(namespace: str, name: str, pods: int = 1) -> Document:
@@ -54,7 +54,7 @@ def uids(spillway: Installed, kind: str, namespace: str, name: str) -> list[str]
 
 
 def left(spillway: Installed, namespace: str) -> list[str]:
-    """What the operator made, or what the Jobs made for it."""
+    """The objects that the operator made and the pods that its Jobs made, as far as they still exist."""
     found = [item for kind in KINDS for item in spillway.bed.get(kind, "-n", namespace, "-l", ALL_OURS)["items"]]
     return [f"{item['kind']} {item['metadata']['name']}" for item in found]
 
@@ -117,7 +117,8 @@ def test_a_job_without_our_labels_is_no_reason_for_a_second_attempt(spillway: In
 
 
 def test_a_job_that_somebody_suspends_or_empties_is_not_left_so(spillway: Installed, namespace: str) -> None:
-    """Suspended: its epoch is used up, and the next attempt follows. Without parallelism: the status says so."""
+    """After a suspension, the epoch is used up and the next attempt follows. The status says if there is no
+    parallelism."""
     running(spillway, steady(namespace, "stopped"))
     running(spillway, steady(namespace, "empty"))
     patch(spillway, "job", "stopped-1", namespace, {"spec": {"suspend": True}})
@@ -251,7 +252,7 @@ def test_namespace_with_jobs_can_be_deleted_while_other_jobs_go_on(spillway: Ins
         running(spillway, steady(place, "twin", pods=2))
     pods = uids(spillway, "pods", namespace, "twin")
     spillway.bed.kubectl("delete", "namespace", doomed, f"--timeout={int(SECONDS)}s")
-    time.sleep(8)  # more than a first back-off
+    time.sleep(8)  # longer than a first back-off
     log = ("logs", f"deployment/{RELEASE}", "-n", SYSTEM_NAMESPACE, "--since=4s")
     assert [line for line in spillway.bed.kubectl(*log).splitlines() if f'"{doomed}/twin"' in line] == []
     assert uids(spillway, "pods", namespace, "twin") == pods

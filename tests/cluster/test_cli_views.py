@@ -1,4 +1,5 @@
-"""`spillway top` and `spillway doctor` against the real API server, as administrator and as who may only view."""
+"""`spillway top` and `spillway doctor` with the real API server, as an administrator and as a user who may only
+view."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ DOCTOR_SECONDS, PROBE_SECONDS = 10.0, 240.0
 
 
 def command(kubeconfig: Path, *arguments: str, seconds: float = 2 * DOCTOR_SECONDS) -> tuple[int, Document]:
-    """Exit code and document of `spillway ... -o json`."""
+    """Runs `spillway ... -o json`; returns its exit code and document."""
     environment = {"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin", "HOME": str(kubeconfig.parent)}
     spillway = str(REPOSITORY / ".venv" / "bin" / "spillway")
     ended = subprocess.run(
@@ -36,7 +37,7 @@ def command(kubeconfig: Path, *arguments: str, seconds: float = 2 * DOCTOR_SECON
 
 @pytest.fixture(scope="module")
 def watched(spillway: Installed, module_namespace: str) -> Iterator[str]:
-    """A namespace with a job that trains, and one that no node can carry."""
+    """A namespace with a job that trains, and a job that fits on no node."""
     job = example("one-pod", module_namespace, checkpoint__claim=None, training__steps=LONG)
     spillway.create(named(job, NAME))
     nowhere = example("one-pod", module_namespace, checkpoint__claim=None, scheduling__nodeSelector={"pool": "none"})
@@ -134,7 +135,8 @@ def test_doctor_leaves_nothing_behind(spillway: Installed, namespace: str) -> No
 def test_node_is_measured_by_a_job_and_rewriting_its_profile_keeps_edits(
     spillway: Installed, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The profile of a node that KWOK plays is written: one of the real node would change other tests' plans."""
+    """The test writes the profile of a KWOK node, because a profile of the real node would change the plans of other
+    tests."""
     bed, file = spillway.bed, tmp_path / "profile.yaml"
     arguments = ("--image", "local/hostroot:1", "--quick", "--output", str(file), "--namespace", namespace)
     code, found = command(bed.kubeconfig, "calibrate", NODE, *arguments, seconds=PROBE_SECONDS)

@@ -1,4 +1,4 @@
-"""The CRDs on a real API server: accepted as they are, and every constraint of them holds there and says so well."""
+"""The CRDs on a real API server: it accepts them, and enforces every constraint with a good message."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spillway.api.limits import VERSION
 from testbed.client import Bed
 
 GROUP = "crd-cases.test"
-"""The same schemas under a group of their own: nobody's objects are touched, whatever is installed."""
+"""A separate group for the same schemas, so that no other objects are touched, whatever is installed."""
 NAMESPACE = "default"
 LONGEST_LINE = 300
 
 
 @pytest.fixture(scope="module")
 def server(testbed: Bed) -> Iterator[Server]:
-    """With the four kinds installed under GROUP."""
+    """An API server with the four kinds installed under GROUP."""
     client = Client(testbed.kubeconfig)
     found = Server(client.request, NAMESPACE, GROUP)
     names = [found.definition(kind)["metadata"]["name"] for kind in KINDS]
@@ -35,7 +35,7 @@ def server(testbed: Bed) -> Iterator[Server]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
 def test_the_server_accepts_the_file(testbed: Bed, kind: Kind) -> None:
-    """Structural, within the cost that the server allows CEL, every rule well typed."""
+    """The schema is structural, its CEL rules have the right types, and their cost is within the server's limit."""
     said = testbed.kubectl(
         "apply", "--server-side", "--dry-run=server", "--force-conflicts", "--filename", ROOT / kind.path
     )

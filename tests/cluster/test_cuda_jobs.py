@@ -1,5 +1,5 @@
-"""Jobs for GPUs against the test device plugin: what the real scheduler and kubelet make of their pods, and training in
-them on a fake CUDA."""
+"""Jobs for GPUs with the test device plugin: the real scheduler and kubelet handle their pods, and some train on a fake
+CUDA device."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ SPILLED = {
     "budget": {"device": "256Mi", "host": "128Mi", "nvme": "512Mi"},
     "advanced": {"optimizer": {"placement": "Nvme"}, "activations": {"policy": "Recompute"}},
 }  # fmt: skip
-"""Kept ones would not fit: attention is composed on the fake, which saves more than is planned."""
+"""Recomputes activations, because kept ones would not fit: on the fake, attention is composed and saves more than
+planned."""
 RESIDENT = {"mode": "Disabled", "budget": {"host": "256Mi"}}
 
 
-def small(namespace: str, device: str, memory: Document, environment: dict[str, str]) -> Document:
-    """The same bits whatever the device and the memory."""
+def small(
+    namespace: str, device: str, memory: Document, environment: dict[str, str], **parallelism: object
+) -> Document:
+    """A small job that has the same bits on every device and with every memory setting."""
     job = example(
         "one-pod", namespace, model={"config": LLAMA}, training__sequenceLength=64, training__steps=STEPS,
-        checkpoint={"claim": "gpu", "everySteps": EVERY, "keep": 2}, parallelism__device=device, memory=memory,
+        checkpoint={"claim": "gpu", "everySteps": EVERY, "keep": 2}, memory=memory,
+        parallelism={"device": device, **parallelism},
         pod={"env": [{"name": name, "value": value} for name, value in environment.items()]},
     )  # fmt: skip
     return named(job, f"on-{device.lower()}")
@@ -41,7 +45,7 @@ def small(namespace: str, device: str, memory: Document, environment: dict[str, 
 
 @pytest.mark.ci
 def test_an_auto_job_takes_a_gpu_resumes_and_has_the_bits_of_a_cpus(spillway: Installed, namespace: str) -> None:
-    """On the fake CUDA (fakes/cuda), which lies on the claim."""
+    """Uses the fake CUDA device (fakes/cuda), whose library is on the claim."""
     folder = spillway.bed.claim("gpu", namespace)
     given = fake_cuda.copied(folder / "fake", Path("/checkpoints/fake"), PACKAGES)
     spillway.create(small(namespace, "Auto", SPILLED, given))
@@ -57,10 +61,31 @@ def test_an_auto_job_takes_a_gpu_resumes_and_has_the_bits_of_a_cpus(spillway: In
     resumed = CheckpointName.parse(unseal(epoch.read_bytes())["resumes_from"])
     assert resumed is not None and resumed.step >= EVERY
     assert on_gpu["progress"]["loss"] == on_cpu["progress"]["loss"]
-    found, then = (sweep_runs.final_tensors(next(folder.glob(f"{name}-*")), STEPS) for name in ("on-auto", "on-cpu"))
+    assert_same_weights(folder, "on-auto", "on-cpu")
+
+
+def assert_same_weights(folder: Path, *names: str) -> None:
+    found, then = (sweep_runs.final_tensors(next(folder.glob(f"{name}-*")), STEPS) for name in names)
     assert found.keys() == then.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor.view(torch.uint8), then[name].view(torch.uint8)), name
+
+
+@pytest.mark.ci
+def test_two_pods_with_a_gpu_each_shard_resume_and_have_the_bits_of_cpus(spillway: Installed, namespace: str) -> None:
+    """Parameters and gradients pass between the pods by a fake NCCL."""
+    folder = spillway.bed.claim("gpu", namespace)
+    given = fake_cuda.copied(folder / "fake", Path("/checkpoints/fake"), PACKAGES) | {"NCCL_SOCKET_IFNAME": "eth0"}
+    sharded = {"nodes": 2, "strategy": "Fsdp"}
+    spillway.create(small(namespace, "Cuda", {"budget": {"host": "128Mi"}}, given, **sharded))
+    spillway.until(lambda _: bool([*folder.glob("on-cuda-*/step-*")]), namespace, "on-cuda", SECONDS)
+    spillway.signal(namespace, "on-cuda", "SIGKILL")
+    on_gpus = spillway.wait(namespace, "on-cuda", "Complete", SECONDS)["status"]
+    assert (on_gpus["plan"]["device"], on_gpus["attempts"]["restarts"]) == ("Cuda", 1)
+    assert "strategy Fsdp" in on_gpus["plan"]["summary"]
+    spillway.create(small(namespace, "Cpu", RESIDENT, {"PYTHONPATH": given["PYTHONPATH"]}, **sharded))
+    spillway.wait(namespace, "on-cpu", "Complete", SECONDS)
+    assert_same_weights(folder, "on-cuda", "on-cpu")
 
 
 def test_a_cuda_job_requests_devices_and_the_kubelet_admits_it(spillway: Installed, namespace: str) -> None:
@@ -85,7 +110,7 @@ def test_a_cuda_job_requests_devices_and_the_kubelet_admits_it(spillway: Install
         namespace, name, 30,
     )  # fmt: skip
     assert admitted
-    # This image trains on CPUs only: it says so instead of training on something else.
+    # This image can only train on CPUs, and says so instead of training on another device.
     spillway.wait(namespace, name, "Failed", 60)
     failed = spillway.condition(namespace, name, "Failed")
     assert failed["reason"] == "UserError", failed

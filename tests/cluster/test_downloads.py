@@ -1,4 +1,4 @@
-"""Models and chats that a cluster job fetches, from a real S3 server, through the kubelet's pods."""
+"""Models and chats that pods of a cluster job fetch from a real S3 server."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from testbed.layout import ADDRESS
 pytestmark = pytest.mark.ci
 SECONDS = 600.0
 LARGE = "unused.safetensors.json"
-"""A file that takes several requests and that no loader reads."""
+"""A file that needs several requests, and that no loader reads."""
 STEPS = {"whole": 1500, "adapters": 20, "denied": 6}
-"""The first one is killed after its first report, which must not be its last."""
+"""Job -> its steps. The first job is killed after its first report, which must not be its last."""
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Every way an attempt can end: condition, reason and sentence, and whether another attempt follows.
 
-Real pods on the real kubelet where the ending can be had honestly (kill -9, the kernel's out-of-memory killer, a wrong
-path, deletion). The other exit codes come from KWOK's fake pods, with the message that the trainer would leave.
+Endings that can really be caused (kill -9, the kernel's out-of-memory killer, a wrong path, deletion) are those of real
+pods on the real kubelet. The other exit codes come from KWOK's fake pods, with the message that the trainer would
+leave.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ FAIL = "pod-container-running-failed.stage.kwok.x-k8s.io"
 
 @pytest.fixture(autouse=True, scope="module")
 def _nodes(spillway: Installed) -> Iterator[None]:
-    """Nodes of their own: jobs of other tests would avoid those on which so many attempts failed."""
+    """Separate nodes for these tests, because other tests' jobs would avoid nodes on which so many attempts failed."""
     yield from nodes_of(spillway, [reserved(f"failing-{number:03d}", "failing") for number in range(8)], None)
 
 
 def fake_failure(namespace: str, name: str, code: int, message: str, reason: str = "Error") -> Document:
-    """A job whose fake pod runs for a second and ends so."""
+    """A job whose fake pod runs for up to a second, and ends with this code, message and reason."""
     annotations = {
         f"{FAIL}/exit-code": str(code), f"{FAIL}/reason": reason, f"{FAIL}/message": f"'{message}'",
         f"{FAIL}/delay": "500ms", f"{FAIL}/jitter-delay": "500ms",
@@ -56,10 +57,11 @@ ENDINGS = [
 
 
 def test_each_exit_code_has_its_reason_and_its_retry(spillway: Installed, namespace: str) -> None:
-    """One fake job per code: maxRestarts 1, so that what is counted ends after the second attempt."""
+    """There is one fake job per code, with maxRestarts 1, so that counted failures end the job after the second
+    attempt."""
     for number, code in enumerate(ENDINGS):
         job = fake_failure(namespace, f"ends-{int(code)}", int(code), left_by_the_trainer(int(code)))
-        job["spec"]["training"]["sequenceLength"] = 64 + number  # else one learns from the memory errors of another
+        job["spec"]["training"]["sequenceLength"] = 64 + number  # else jobs would learn from each other's memory errors
         spillway.create(job)
     for code in ENDINGS:
         name, reason = f"ends-{int(code)}", reason_of(int(code))
@@ -111,7 +113,7 @@ def test_a_hostile_termination_message_is_bounded_and_changes_no_reason(spillway
 
 
 def running(spillway: Installed, namespace: str, job: Document) -> str:
-    """Create it; the name of the pod of its first attempt, once it trains."""
+    """Creates a job and waits until it trains; returns the name of its first attempt's pod."""
     spillway.create(job)
     name = job["metadata"]["name"]
     spillway.until(lambda found: found["status"].get("progress", {}).get("step", 0) > 0, namespace, name)
@@ -134,10 +136,10 @@ def test_a_wrong_path_fails_at_once_with_the_trainers_sentence(spillway: Install
 
 
 def test_out_of_memory_in_a_rank_alone_is_named_and_gets_a_larger_pod(spillway: Installed, namespace: str) -> None:
-    """Process 1, the launcher, lives on: it ends the pod with the rank's code."""
+    """Process 1, the launcher, survives and ends the pod with the rank's exit code."""
     job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "filled")
     pod = running(spillway, namespace, job)
-    with suppress(Failed):  # the neighbours end with their container
+    with suppress(Failed):  # the other processes end with their container
         spillway.bed.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", FILL)
     job = restarted(spillway, namespace, "filled")
     (one,) = job["status"]["escalations"]
@@ -150,7 +152,7 @@ def test_out_of_memory_in_a_rank_alone_is_named_and_gets_a_larger_pod(spillway: 
 
 
 def test_out_of_memory_of_process_1_is_named(spillway: Installed, namespace: str) -> None:
-    """KWOK's pod: what the kubelet reports when the whole container was killed, and nobody could leave a message."""
+    """KWOK's pod shows what the kubelet reports if the whole container was killed and could leave no message."""
     spillway.create(fake_failure(namespace, "killed", 137, "", OOM_KILLED))
     spillway.wait(namespace, "killed", "Failed", 60)
     assert spillway.condition(namespace, "killed", "Failed")["reason"] == OOM_KILLED

@@ -29,7 +29,7 @@ LARGEST_OPERATOR_IMAGE_BYTES = 250_000_000
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The job after its end, and what was seen on the way."""
+    """The job after its end, and what was observed meanwhile."""
 
     namespace: str
     job: Document
@@ -37,7 +37,7 @@ class Trained:
     seconds: float
     """from creation to Complete"""
     watched: str
-    """what `kubectl get tjob -w` printed"""
+    """output of `kubectl get tjob -w`"""
     writes: list[Request]
     bed: Bed
     installed: Installed
@@ -86,7 +86,7 @@ def test_kubectl_get_watch_moves(trained: Trained) -> None:
 
 
 def test_a_start_costs_no_more_writes_than_designed(trained: Trained) -> None:
-    """Progress and events are counted apart; the terminal status is the sixth."""
+    """Progress and events are counted separately; the terminal status is the sixth write."""
     status_writes = [request for request in trained.writes if request.subresource == "status"]
     created = [request for request in trained.writes if request.verb == "create"]
     assert [(request.resource, request.code) for request in created] == [
@@ -95,7 +95,7 @@ def test_a_start_costs_no_more_writes_than_designed(trained: Trained) -> None:
     others = [request for request in trained.writes if request not in status_writes and request not in created]
     assert not others
     minutes = trained.seconds / 60
-    progress_allowance = 2 + int(4 * minutes + 1)  # the first and the last report go at once
+    progress_allowance = 2 + int(4 * minutes + 1)  # the first and the last report are written at once
     assert len(status_writes) <= 3 + progress_allowance
     print(f"\nwrites: {len(created)} creates, {len(status_writes)} of status in {trained.seconds:.0f} s")
 
@@ -125,10 +125,10 @@ def test_prometheus_holds_tier_series_of_both_ranks(trained: Trained) -> None:
 
 DASHBOARDS = CHART / "files" / "dashboards"
 NOT_HERE = {
-    # The job has no fault; test_failures.py asks for the attempts and the table.
+    # The job has no fault; test_failures.py tests the attempts and the table.
     "Attempt ended early", "Out of memory: next attempt with another plan", "Live correction: smaller spill files",
     "Why, and for how long", "Steps trained again", "Plans changed because memory ran out", "Corrections of watches",
-    # It may have ended before a scrape saw it with measured memory.
+    # The job may have ended before a scrape with its measured memory.
     "Planned memory that was not used",
     # The machine has no GPU, and its drive reports no wear.
     "Device", "Unrequested GPUs", "Drive wear",
@@ -138,7 +138,7 @@ NOT_HERE = {
 
 @pytest.mark.parametrize("name", sorted({file.stem for file in DASHBOARDS.glob("*.json")} - {"sweep"}))
 def test_every_query_of_the_dashboards_returns_data(trained: Trained, name: str) -> None:
-    """`sweep`: in test_sweep.py, for a job with members."""
+    """The dashboard `sweep` is tested in test_sweep.py, with a job that has members."""
     until_it_has_data(trained.bed, name, trained.namespace, NAME, NOT_HERE)
 
 
@@ -163,14 +163,14 @@ def test_prometheus_holds_the_service_levels_of_the_jobs_namespace(trained: Trai
 
 
 def test_every_alert_can_be_asked_and_none_is_about_a_job_that_ran_well(trained: Trained) -> None:
-    import alerts  # charts/: on the path by conftest
+    import alerts  # from charts/, which conftest adds to the path
 
     found = {alert.name: trained.bed.query(alert.expression) for alert in alerts.ALL}
     ours = {"namespace": trained.namespace}
     assert {
         name for name, samples in found.items() if any(ours.items() <= one.labels.items() for one in samples)
     } == set()
-    assert not found["SpillwayOperatorDown"]  # other alerts of the operator may be due, for a moment, to other tests
+    assert not found["SpillwayOperatorDown"]  # other tests may briefly cause other alerts of the operator
 
 
 def test_the_plan_names_real_figures_of_the_real_node(trained: Trained) -> None:

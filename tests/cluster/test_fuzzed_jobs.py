@@ -1,4 +1,4 @@
-"""A sample of the fuzzed jobs, and of their children, on the real API server: valid is what it says."""
+"""A sample of the fuzzed jobs and their children on the real API server, which decides whether they are valid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATHS = {
 
 
 def is_accepted(desired: Desired) -> bool:
-    """Else admission may reject it, too."""
+    """Whether the operator accepts the job. If it does not, admission may reject the job, too."""
     conditions = (desired.status or {}).get("conditions", [])
     return not any(one["type"] == "Accepted" and one["status"] == "False" for one in conditions)
 

@@ -1,4 +1,4 @@
-"""What a GitOps tool does to a TrainingJob again and again: apply the same manifest, compare, read its health."""
+"""What GitOps tools repeatedly do with a TrainingJob: apply the same manifest, compare it, and read its health."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEALTH = (REPOSITORY / "docs" / "argocd-health.lua").read_text(encoding="utf-8")
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A manifest in its tool's hands, and the state that the job has reached."""
+    """A manifest, and how a tool applies it."""
 
     spillway: Installed
     manifest: Document
@@ -36,7 +36,7 @@ class Applied:
         return found
 
     def difference(self) -> str:
-        """Nothing, or `kubectl diff` fails and what it says is raised."""
+        """Runs `kubectl diff`; returns an empty string, or raises an error with the difference."""
         flags = ("--server-side", "--field-manager=tool") if self.server_side else ()
         return self.spillway.bed.kubectl("diff", *flags, "-f", "-", stdin=self.text)
 
@@ -46,7 +46,7 @@ class Applied:
 
 @pytest.fixture(scope="module", params=["server side", "client side"])
 def jobs(request: pytest.FixtureRequest, spillway: Installed, module_namespace: str) -> dict[str, Applied]:
-    """By state; the pods are fake."""
+    """State -> a job that has reached it; the pods are fake."""
     side = request.param.split()[0]
     one = example("one-pod", module_namespace, checkpoint__claim=None)
     asleep: Any = on_fake_nodes(named(one, f"asleep-{side}"))

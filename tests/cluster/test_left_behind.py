@@ -1,4 +1,4 @@
-"""What is left of old attempts and models has limits, on the real API server."""
+"""The number of objects that old attempts and models leave is limited, on the real API server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""spec.lifecycle on the real cluster: what ends by itself, and what is left of it."""
+"""spec.lifecycle on the real cluster: jobs that end by themselves, and what is left of them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 
 from harness.installed import LONG, Document, Installed, changed, example, named
 from spillway.errors import ExitCode
-from spillway.feedback.retries import DEADLINE_EXCEEDED, PENDING_DEADLINE_EXCEEDED, STALLED
+from spillway.feedback.retries import DEADLINE_EXCEEDED, NO_PROGRESS, PENDING_DEADLINE_EXCEEDED
 
 SECONDS = 60.0
-"""for each test"""
+"""limit for each wait"""
 ACTIVE_SECONDS = 10
-"""of an attempt, those before its first step included"""
+"""limit of an attempt's seconds, including those before its first step"""
 
 
 def training(spillway: Installed, namespace: str, job: Document) -> Document:
-    """Create it; the job once a step of it is in the status."""
+    """Creates a job and waits until its status has a step; returns the job."""
     spillway.create(job)
     name = job["metadata"]["name"]
     return spillway.until(lambda found: found["status"].get("progress", {}).get("step", 0) > 0, namespace, name)
@@ -28,7 +28,7 @@ def test_an_active_deadline_ends_the_job_at_a_checkpoint(spillway: Installed, na
     kept = {"checkpoint__claim": "one-pod", "checkpoint__everySteps": LONG}
     job = example("one-pod", namespace, training__steps=LONG, **kept)
     limited = changed(job, namespace, lifecycle={"activeDeadlineSeconds": LONG})
-    training(spillway, namespace, named(limited, "too-long"))  # however long a busy machine takes to its first step
+    training(spillway, namespace, named(limited, "too-long"))  # however long a busy machine takes for the first step
     spillway.change(namespace, "too-long", {"lifecycle": {"activeDeadlineSeconds": ACTIVE_SECONDS}})
     ended = spillway.wait(namespace, "too-long", "Failed", SECONDS)
     failed = spillway.condition(namespace, "too-long", "Failed")
@@ -36,7 +36,7 @@ def test_an_active_deadline_ends_the_job_at_a_checkpoint(spillway: Installed, na
     assert f"lifecycle.activeDeadlineSeconds = {ACTIVE_SECONDS} is exceeded" in failed["message"]
     attempts, checkpoint = ended["status"]["attempts"], ended["status"]["checkpoint"]
     assert attempts["total"] == 1 and attempts["restarts"] == 0 and attempts["activeSeconds"] >= ACTIVE_SECONDS
-    # The next one by everySteps is far away: this one was written because the attempt was asked to end.
+    # By everySteps, the next checkpoint is far away; this one was written because the attempt was asked to end.
     assert checkpoint["step"] >= ended["status"]["progress"]["step"] - 1 > 0
     assert spillway.children("job", namespace, "too-long") == []
 
@@ -62,15 +62,15 @@ def test_a_stopped_trainer_is_a_stall_and_counts_as_a_restart(spillway: Installe
     training(spillway, namespace, job)
     spillway.signal(namespace, "stopped", "SIGSTOP")
     spillway.until(
-        lambda found: any(c["type"] == "Running" and c["reason"] == STALLED for c in found["status"]["conditions"]),
+        lambda found: any(c["type"] == "Running" and c["reason"] == NO_PROGRESS for c in found["status"]["conditions"]),
         namespace, "stopped", SECONDS,
     )  # fmt: skip
     said = spillway.condition(namespace, "stopped", "Running")["message"]
     assert "no step after step" in said and "lifecycle.stallSeconds = 15" in said
-    spillway.signal(namespace, "stopped", "SIGKILL")  # it cannot write a checkpoint: the grace period is idle time
+    spillway.signal(namespace, "stopped", "SIGKILL")  # it cannot write a checkpoint: a grace period would be idle
     found = spillway.until(lambda job: job["status"]["attempts"]["total"] == 2, namespace, "stopped", SECONDS)
     attempts = found["status"]["attempts"]
-    assert (attempts["lastReason"], attempts["restarts"], attempts["disruptions"]) == (STALLED, 1, 0)
+    assert (attempts["lastReason"], attempts["restarts"], attempts["disruptions"]) == (NO_PROGRESS, 1, 0)
 
 
 @pytest.mark.ci

@@ -1,8 +1,8 @@
-"""A neighbour takes the free space of a spill volume: activations of a job of two ranks move to host memory while it
-runs, and its losses and its last checkpoint are those of a run without a neighbour.
+"""A neighbour takes the free space of a spill volume: while a job of two ranks runs, its activations move to host
+memory, and its losses and its last checkpoint are those of a run without a neighbour.
 
-The volume is an ext4 of its own on a loop device, which two jobs get one after the other by a storage class. The
-neighbour is a file beside their folders.
+The volume is a separate ext4 file system on a loop device, which two jobs use one after the other through a storage
+class. The neighbour is a file next to their folders.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from testbed.client import POD_USER
 NUM_RANKS = 2
 VOLUME_BYTES = 256 * MIB
 LEFT_BYTES = 22 * MIB
-"""free beside the neighbour: below the margin, so that about two thirds of the activations have to go"""
+"""bytes that the neighbour leaves free: below the margin, so that about two thirds of the activations must move"""
 STEPS = 800
-"""enough for a report, its answer, and a while after it: 25 s where nobody else computes"""
+"""enough for a report, its answer and some time after it: 25 s on an idle machine"""
 FILLED_AFTER_STEP = 20
 RUN_SECONDS = 540
 STORAGE_CLASS = "loop"
@@ -37,7 +37,7 @@ CLAIM = "checkpoints"
 
 @pytest.fixture
 def volume(tmp_path: Path, eventually: Callable[..., None]) -> Iterator[Path]:
-    """Where the file system is mounted."""
+    """The folder at which the file system is mounted."""
     if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
         pytest.skip("needs root and mkfs.ext4 for a file system of its own")
     image, mounted = tmp_path / "image", tmp_path / "volume"
@@ -51,7 +51,7 @@ def volume(tmp_path: Path, eventually: Callable[..., None]) -> Iterator[Path]:
     if ended.returncode != 0:
         pytest.skip(f"no loop device can be mounted here: {ended.stderr.strip()}")
 
-    def is_gone() -> bool:  # refused while a pod that ends holds a file
+    def is_gone() -> bool:  # umount is refused while a pod that is ending has a file open
         return subprocess.run(["umount", str(mounted)], capture_output=True, check=False).returncode == 0
 
     yield mounted
@@ -60,7 +60,7 @@ def volume(tmp_path: Path, eventually: Callable[..., None]) -> Iterator[Path]:
 
 @pytest.fixture
 def volumes(spillway: Installed, namespace: str, volume: Path) -> Iterator[None]:
-    """One for each job: what a pod had nobody else gets."""
+    """A PersistentVolume for each job, because a volume that was bound once is not bound again."""
     names = [f"{namespace}-{name}" for name in ("plain", "corrected")]
     for name in names:
         folder = volume / name
@@ -153,7 +153,7 @@ def free_bytes(volume: Path) -> int:
 
 
 def take_all_but(volume: Path, left_bytes: int) -> Path:
-    """A file that leaves so much of the volume."""
+    """Makes a file that leaves `left_bytes` of the volume free; returns its path."""
     file = volume / "neighbour"
     with file.open("wb") as opened:
         os.posix_fallocate(opened.fileno(), 0, free_bytes(volume) - left_bytes)
@@ -161,5 +161,5 @@ def take_all_but(volume: Path, left_bytes: int) -> Path:
 
 
 def reasons(spillway: Installed, namespace: str) -> list[str]:
-    """Of all events in the namespace."""
+    """The reasons of all events in the namespace."""
     return [str(event.get("reason")) for event in spillway.bed.get("events.events.k8s.io", "-n", namespace)["items"]]

@@ -1,6 +1,6 @@
-"""Where the bytes of a real two-rank pod are: plan, exporter, cgroup, kubelet and du beside each other, as a table.
+"""Where the bytes of a real two-rank pod are: a table that compares plan, exporter, cgroup, kubelet and du.
 
-Documented in docs/placement.md; what is not within 5 % is explained there.
+docs/placement.md documents the table, and explains the figures that differ by more than 5 %.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from spillway.units import MIB
 AGREEMENT = 0.05
 NUM_RANKS = 2
 STEPS = 4000
-"""long enough for the kubelet to look at the pod's disk, every 10 s, while it trains"""
+"""long enough for the kubelet, which looks every 10 s, to see the pod's disk while it trains"""
 LEAST_DISK_BYTES = 8 * MIB
-"""what the pod's disk holds at least once the corpus and the slabs are there"""
+"""the least bytes on the pod's disk once the corpus and the slabs exist"""
 
 
 @pytest.mark.ci
@@ -80,7 +80,7 @@ def test_plan_exporter_cgroup_kubelet_and_du_agree(spillway: Installed, namespac
             assert abs(ratio - 1) <= AGREEMENT, (name, ratio)
         else:
             assert ratio <= 1 + AGREEMENT, (name, ratio)
-    # What a plan counts and a run need not use: room for copies in flight, which fast disks leave empty.
+    # Planned bytes that a run need not use: room for copies in flight, which stays empty with fast disks.
     in_flight = {
         Tier.DEVICE: plan.activations.window_bytes,
         Tier.HOST: plan.bytes[Tier.HOST].buffers,
@@ -92,8 +92,8 @@ def test_plan_exporter_cgroup_kubelet_and_du_agree(spillway: Installed, namespac
 
 
 def kubelets_view(spillway: Installed, namespace: str, since: datetime) -> dict[str, int]:
-    """What /stats/summary says of the only pod of the namespace, once it has seen its disk, and its memory after
-    `since`: what it says can be ten seconds old, and be of a trainer that still imports its libraries."""
+    """Figures of /stats/summary for the only pod of the namespace, once the kubelet has seen its disk, and its memory
+    after `since`: figures can be ten seconds old, from a trainer that was still importing its libraries."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         summary = json.loads(spillway.bed.kubectl("get", "--raw", "/api/v1/nodes/node-0/proxy/stats/summary"))

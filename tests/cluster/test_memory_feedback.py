@@ -1,9 +1,9 @@
-"""A prediction that is wrong by nearly two times: the first job finds out and loses nothing, the second one of its
-model fits at once.
+"""A prediction that is wrong by a factor of nearly two: the first job finds out and loses nothing, and the second job
+with its model fits at once.
 
-On the real kubelet. From its first checkpoint on a rank holds memory that no plan knows of (a sitecustomize beside the
-text that it reads), so that the kernel kills it for the limit of its pod in the middle of the run. Nothing in the
-operator or the trainer knows of this test. docs/memory-feedback.md shows what a run of it prints.
+Pods run on the real kubelet. From its first checkpoint on, a rank holds memory that no plan counts (a sitecustomize
+next to its text allocates it), so that the kernel kills the rank at the pod's limit in the middle of the run. Nothing
+in the operator or the trainer knows of this test. docs/memory-feedback.md shows the output of a run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from testbed.host_mount import PACKAGES
 from testbed.layout import REPOSITORY
 
 MOST_WASTE = 0.08
-"""of the second job's request: (request - measured peak) / request"""
+"""largest unused share of the second job's request: (request - measured peak) / request"""
 WRONG_BY = 1.8
-"""between two tries of the ladder, each 1.25 times the one before: at the limit of one a peak says nothing"""
+"""factor between two tries of the ladder, each 1.25 times the one before: at the limit of a try, a peak says nothing"""
 COUNTED_BYTES = 1216 * MIB
-"""for a pod of examples/one-pod.yaml: while its corpus is built it is counted more than while it trains"""
+"""bytes that are counted for a pod of examples/one-pod.yaml; building its corpus is counted as more than training"""
 BASELINE_BYTES = 500 * MIB
-"""what such a pod takes beside the ballast, about"""
+"""about the bytes that such a pod uses in addition to the ballast"""
 BALLAST_BYTES = int(WRONG_BY * COUNTED_BYTES) - BASELINE_BYTES
 STEPS, CHECKPOINT_EVERY = 20, 10
 CLAIM = "text"
@@ -47,7 +47,8 @@ with open("/proc/self/cmdline", "rb") as file:
     if b"spillway_trainer" in file.read().split(bytes(1)):
         threading.Thread(target=load, args=[os.uname().nodename.split("-")[0]], daemon=True).start()
 """
-"""the rank alone, once its job has a checkpoint that is committed; no other thread runs while the bytes are written"""
+"""allocates the ballast only in the rank, once its job has a committed checkpoint; no other thread runs while the bytes
+are written"""
 
 
 @pytest.mark.ci
@@ -80,7 +81,7 @@ def test_a_model_whose_prediction_is_wrong_by_nearly_two_times(spillway: Install
     spillway.create(named(larger, "second"))
     with watched(spillway, namespace, "second") as witness:
         second = spillway.wait(namespace, "second", "Complete", 120)["status"]
-    # An attempt that ended for another reason (this machine's two cores are shared) says nothing of memory.
+    # Attempts that ended for other reasons (this machine's two cores are shared) say nothing about memory.
     assert not second["attempts"]["memoryErrors"], described("trainingjobs", "second")
     assert "escalations" not in second, described("trainingjobs", "second")
     peak = max(witness.highest_bytes.values())
@@ -102,7 +103,8 @@ def test_a_model_whose_prediction_is_wrong_by_nearly_two_times(spillway: Install
 
 
 def places(spillway: Installed, job: Document, *nodes: str) -> set[str]:
-    """For which of these fake nodes it is planned; small has space for what is counted, not for what it takes."""
+    """The fake nodes among `nodes` for which the job is planned. Node small has room for the counted bytes, but not for
+    those that the job really uses."""
     namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
     job = on_reserved(changed(job, namespace, checkpoint=None), "feedback")
     memory = {"small": str(COUNTED_BYTES + BALLAST_BYTES // 3), "large": "64Gi"}
@@ -121,7 +123,7 @@ def places(spillway: Installed, job: Document, *nodes: str) -> set[str]:
 
 
 def a_job(namespace: str, folder: Path) -> Document:
-    """With text and checkpoints on the claim behind `folder`."""
+    """A job with text and checkpoints on the claim whose folder is `folder`."""
     (folder / "text").mkdir()
     for page in sorted((REPOSITORY / "docs").glob("*.md")):
         (folder / "text" / page.name).write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
@@ -132,7 +134,7 @@ def a_job(namespace: str, folder: Path) -> Document:
 
 
 def with_ballast(job: Document, folder: Path) -> Document:
-    """The same, whose pods take about WRONG_BY times what is counted for them."""
+    """The same job, but its pods use about WRONG_BY times the bytes that are counted for them."""
     (folder / "ballast").mkdir()
     ballast = BALLAST.format(claim=CLAIM, num_bytes=BALLAST_BYTES)
     (folder / "ballast" / "sitecustomize.py").write_text(ballast, encoding="utf-8")
@@ -141,8 +143,8 @@ def with_ballast(job: Document, folder: Path) -> Document:
 
 
 def profile_with(spillway: Installed, namespace: str, attempt: str, seconds: float = 100.0) -> str:
-    """Name of the MemoryProfile, once it holds all that the pod of `attempt` took: it is written twice a minute at
-    most, and first with what the pod took before its ballast."""
+    """Waits until the MemoryProfile has the full peak of the pod of `attempt`; returns its name. It is written at most
+    twice a minute, and first with the peak before the ballast."""
     deadline = time.monotonic() + seconds
     while True:
         found = spillway.bed.get("memoryprofiles.spillway.dev", "-n", namespace)["items"]

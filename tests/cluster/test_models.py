@@ -1,5 +1,5 @@
-"""Models that ask more than a plain llama, in real pods: gpt2 of `transformers` with adapters, planned by
-arithmetic because the operator has no torch; and one of four devices, whose parameters pass through a slot."""
+"""Models that need more than a plain llama, in real pods: gpt2 of `transformers` with adapters, planned by arithmetic
+because the operator has no torch, and a model of four times the device's size, whose parameters pass through a slot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECONDS = 150.0
 
 
 def on_cpu(name: str, namespace: str, **changes: object) -> Document:
-    """An example, shortened; the bed's GPUs, which device Auto would take, compute nothing."""
+    """A shortened example on the CPU, because `device: Auto` would choose the bed's GPUs, which cannot compute."""
     short = {"training__schedule": None, "data__evaluation": None, "parallelism__device": "Cpu"}
     return example(name, namespace, **short, **changes)
 

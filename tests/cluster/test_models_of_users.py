@@ -1,4 +1,4 @@
-"""Models whose sizes the manifest does not give, on the real kubelet: a pod finds them, and they train."""
+"""Models whose sizes are not in the manifest, on the real kubelet: a pod finds the sizes, and the models train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queues: a real Kueue decides when an attempt begins and when it must go; the operator writes no Job twice."""
+"""Queues: a real Kueue decides when an attempt begins and when it must end; the operator writes no Job twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.installed import (
 from spillway.units import parse_quantity
 
 SECONDS = 300.0
-"""for each step of a test: a trainer starts on a busy machine"""
+"""limit for each step of a test, in which a trainer starts on a busy machine"""
 QUEUE = "team"
 KINDS = "kueue.x-k8s.io/v1beta2"
 
@@ -30,7 +30,7 @@ def kueue(kind: str, name: str, namespace: str = "", **fields: object) -> Docume
 
 
 def cluster_queue(name: str, memory: str, flavors: tuple[str, ...], **more: object) -> Document:
-    """Memory is what jobs compete for; of the rest there is enough."""
+    """A ClusterQueue in which jobs compete only for memory; there is enough of everything else."""
     quotas = {"cpu": "100", "memory": memory, "ephemeral-storage": "1000Gi"}
     groups = [
         {
@@ -49,7 +49,7 @@ def cluster_queue(name: str, memory: str, flavors: tuple[str, ...], **more: obje
 
 @pytest.fixture
 def queue(spillway: Installed, namespace: str) -> Iterator[Callable[..., None]]:
-    """Makes the queue `team` of the namespace, or another quota of it; everything is taken away afterwards."""
+    """A function that makes the namespace's queue `team`, or changes its quota. Everything is deleted at the end."""
     made: set[str] = set()
 
     def make(memory: str, flavors: dict[str, dict[str, str]] | None = None, **more: object) -> None:
@@ -90,7 +90,7 @@ def pod_memory(spillway: Installed, namespace: str, name: str) -> int:
 
 
 def quota_is(reason: str, said: str = "") -> Callable[[Document], bool]:
-    """Of the condition QuotaReserved."""
+    """A test of a job for this reason, and this text in the message, of its condition QuotaReserved."""
 
     def holds(found: Document) -> bool:
         conditions = {each["type"]: each for each in found["status"].get("conditions", ())}
@@ -110,7 +110,7 @@ def workloads(spillway: Installed, namespace: str) -> list[Document]:
 
 
 def writes_of_jobs(spillway: Installed, since: int, namespace: str) -> set[str]:
-    """What the operator did to batch/v1 Jobs."""
+    """The verbs of the operator's writes to batch/v1 Jobs."""
     return {
         request.verb
         for request in spillway.bed.requests(since, OPERATOR_USER)
@@ -128,7 +128,7 @@ def test_the_second_job_waits_for_quota_and_runs_when_the_first_ends(
     queue(str(one * 3 // 2))
     spillway.until(step, namespace, "first", SECONDS)
     spillway.create(job("second", namespace))
-    # In Kueue's own words, after the ten seconds that every attempt is given.
+    # In Kueue's words, after the ten seconds that every attempt gets.
     waiting = spillway.until(quota_is("Waiting", "insufficient"), namespace, "second", SECONDS)
     message = next(c["message"] for c in waiting["status"]["conditions"] if c["type"] == "QuotaReserved")
     assert message.startswith(f"waiting for quota in the queue {QUEUE}: ") and "memory" in message, message
@@ -197,7 +197,7 @@ def test_a_queued_job_can_be_suspended_and_deleted_and_leaves_no_workload(
 def test_suspended_job_returns_its_quota_and_reports_a_queue_too_small(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:
-    """The new attempt's Job is another one, and so is its Workload: it asks for what the new plan needs."""
+    """The new attempt has a new Job, and so a new Workload, which requests what the new plan needs."""
     queue("4Gi")
     spillway.bed.claim("kept", namespace)
     kept = {"checkpoint__claim": "kept", "checkpoint__everySteps": LONG}
@@ -210,7 +210,7 @@ def test_suspended_job_returns_its_quota_and_reports_a_queue_too_small(
     spillway.until(lambda _: not workloads(spillway, namespace), namespace, "grows", SECONDS)
     queue(str(before * 3 // 4))
     spillway.change(namespace, "grows", {"suspend": False, "memory": {"budget": {"host": "512Mi"}}})
-    # More than the whole queue has: Kueue says so, and so does the job.
+    # It needs more than the whole queue has; Kueue says so, and so does the job.
     waiting = spillway.until(quota_is("Waiting", "memory"), namespace, "grows", SECONDS)
     assert parse_quantity(waiting["status"]["plan"]["podMemory"]) > before * 3 // 4
     (workload,) = workloads(spillway, namespace)
@@ -243,7 +243,7 @@ def test_an_evicted_job_ends_at_a_checkpoint_and_waits(
     attempts = seen["status"]["attempts"]
     assert (attempts["lastReason"], attempts["restarts"]) == ("Preempted", 0)
     assert seen["status"]["checkpoint"]["step"] > 0
-    if how == "drained":  # the whole queue stands still; a new attempt of a deactivated one is a new Workload
+    if how == "drained":  # the whole queue is stopped; a deactivated one gets a new Workload
         spillway.until(quota_is("Waiting", "is inactive"), namespace, "taken", SECONDS)
         queue("4Gi", stopPolicy="None")
     resumed = spillway.until(lambda found: found["status"]["state"] == "Running", namespace, "taken", SECONDS)
@@ -254,7 +254,7 @@ def test_an_evicted_job_ends_at_a_checkpoint_and_waits(
 def test_the_plan_of_a_queued_job_holds_in_every_flavor_it_can_get(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:
-    """Which flavor it gets, and so which nodes, the queue decides after the plan was made: the Job names no host."""
+    """The queue chooses the flavor, and so the nodes, only after the plan was made. Therefore the Job names no host."""
     nodes = [node["metadata"]["name"] for node in spillway.bed.get("nodes", "-l", "type=kwok")["items"]][:2]
     for flavor, node in zip(("one", "two"), nodes, strict=True):
         spillway.bed.kubectl("label", "node", node, f"spillway.test/flavor={namespace}-{flavor}")
@@ -284,7 +284,7 @@ def _nodes_of(spillway: Installed, namespace: str, name: str) -> list[str]:
 
 
 def _went_on_from(saved: int) -> Callable[[Document], bool]:
-    """All pods of the second attempt run, and a step of it came after the checkpoint of the first."""
+    """A test of a job: all pods of the second attempt run, and it has made a step after the first one's checkpoint."""
     return lambda found: saved > 0 and found["status"]["state"] == "Running" and step(found) > saved
 
 

@@ -1,7 +1,7 @@
 """Refusals of an attempt's objects on the real API server: quota, LimitRange, admission policies.
 
-Each is a condition with a name and the API server's own sentence, and none is final: when the cause is gone, the job
-goes on by itself. Pods are the fake nodes', so that nothing is trained; who refuses them is real.
+Each refusal becomes a condition with a reason and the API server's own sentence, and none is final: once the cause is
+gone, the job continues by itself. Pods are on fake nodes, so that nothing is trained, but the refusals are real.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from testbed.errors import Failed
 
 NAME = "one-pod"
 SECONDS = 60.0
-"""from a cause or its end to the status that says so"""
+"""limit from a cause, or its end, to the status that shows it"""
 
 
 @dataclass(frozen=True)
 class Refusing:
-    """Something in a namespace that refuses, and what must be said of it."""
+    """Something in a namespace that refuses objects, and what the status must say about it."""
 
     obstacle: Document
     reason: str
@@ -45,7 +45,7 @@ def limit_range(**limits: Document) -> Document:
 
 
 def policy(group: str, resource: str) -> Document:
-    """Nothing of this kind may be made."""
+    """A policy that forbids the creation of this resource."""
     return {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingAdmissionPolicy",
@@ -100,7 +100,8 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(spillway: Installed) -> Iterator[dict[str, Seen]]:
-    """All cases at once, each in its namespace: the longer something is refused, the later it is tried again."""
+    """Runs all cases at once, each in its own namespace, because refused objects are tried again after ever longer
+    pauses."""
     run = uuid.uuid4().hex[:6]
     places = {case: f"refused-{run}-{number}" for number, case in enumerate(CASES)}
     bed = spillway.bed
@@ -127,7 +128,8 @@ def seen(spillway: Installed) -> Iterator[dict[str, Seen]]:
 
 
 def when(spillway: Installed, place: str, what: Callable[[Document], bool]) -> Document:
-    """The job once that holds; or as it is when the time is over, for a test to say what is wrong."""
+    """Waits until `what` holds; returns the job. After the time limit it returns the job as it is, so that a test can
+    say what is wrong."""
     deadline = time.monotonic() + SECONDS
     while not what(job := spillway.job(place, NAME)) and time.monotonic() < deadline:
         time.sleep(0.3)
@@ -144,7 +146,7 @@ def reason(job: Document) -> str:
 
 
 def goes_on(job: Document) -> bool:
-    """Its pods run. On fake nodes they complete soon after."""
+    """Whether the job's pods run or have completed, which fake pods do soon."""
     conditions = job["status"].get("conditions", [])
     return any(one["type"] in ("Running", "Complete") and one["status"] == "True" for one in conditions)
 
@@ -184,11 +186,12 @@ TRIALS: dict[str, Document] = {
     "jobs": {"apiVersion": "batch/v1", "kind": "Job", "spec": {"template": {"spec": sample_pod()["spec"]}}},
     "pods": sample_pod(),
 }
-"""what only a policy has something against"""
+"""resource -> an object that nothing but the policy refuses"""
 
 
 def wait_until_it_refuses(bed: Bed, namespace: str, obstacle: Document) -> None:
-    """A quota counts first, and a policy is compiled first: seconds in which they refuse nothing."""
+    """Waits until the obstacle takes effect: for some seconds, a quota is still counted, and a policy is still
+    compiled."""
     if obstacle["kind"] == "LimitRange":
         return
     if obstacle["kind"] == "ResourceQuota":
@@ -225,7 +228,7 @@ def test_rejection_is_a_condition_with_the_server_message_until_resolved(seen: d
 
 
 def test_default_limits_of_a_namespace_are_no_obstacle(spillway: Installed, namespace: str) -> None:
-    """The quota that asks for limits.cpu is met by a LimitRange's default."""
+    """A LimitRange's default satisfies a quota that requires limits.cpu."""
     spillway.bed.apply(
         {**quota(limits_cpu="8"), "metadata": {"name": "small", "namespace": namespace}},
         {**limit_range(default={"cpu": "2"}), "metadata": {"name": "narrow", "namespace": namespace}},
@@ -237,7 +240,7 @@ def test_default_limits_of_a_namespace_are_no_obstacle(spillway: Installed, name
 
 
 def test_namespace_with_restricted_pod_security_rejects_nothing(spillway: Installed, namespace: str) -> None:
-    """`restricted`, here of the newest version and with every volume and field that a job can ask for."""
+    """Uses the newest version of `restricted`, and every volume and field that a job can request."""
     labels = (f"pod-security.kubernetes.io/{mode}-version=latest" for mode in ("enforce", "warn", "audit"))
     spillway.bed.kubectl("label", "namespace", namespace, *labels)
     spillway.bed.claim("kept", namespace)

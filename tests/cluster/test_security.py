@@ -1,4 +1,4 @@
-"""What a TrainingJob cannot get, and what nobody gets to see, on the real API server."""
+"""Privileges that a TrainingJob cannot get, and secrets that nobody gets to see, on the real API server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ ESCALATIONS: dict[str, Any] = {
     "spec.spill.hostPath": "/",
     "spec.spill.emptyDir": {},
 }
-"""what no field is for"""
+"""path -> value, for settings that have no field"""
 ENVIRONMENT = {
     "configMapKeyRef": {"name": "x", "key": "y"},
     "fieldRef": {"fieldPath": "status.hostIP"},
@@ -84,17 +84,18 @@ REFUSED_VALUES: dict[str, tuple[Any, str]] = {
     "spec.pod.securityContext.runAsUser": (0, "greater than or equal to 1"),
     "spec.parallelism": ({"nodes": 1024, "devicesPerNode": 2}, "at most 1024 ranks"),
 }
-"""values of fields that are there"""
+"""path -> (forbidden value of an existing field, part of the refusal)"""
 
 
 def with_value(job: Document, path: str, value: Any) -> Document:
-    """`path` as in messages; what is below a map or a list stands in `value`."""
+    """The job with `value` at `path`, which is written as in messages; parts of it below a map or a list are in
+    `value`."""
     fields = path.removeprefix("spec.").partition("[")[0].removesuffix(".team")
     return changed(job, job["metadata"]["namespace"], **{fields.replace(".", "__"): value})
 
 
 def tried(bed: Bed, jobs: list[Document], *flags: str) -> str:
-    """What kubectl says to all of them; nothing is kept."""
+    """kubectl's output when it creates all `jobs` as a dry run."""
     documents = "\n---\n".join(map(json.dumps, jobs))
     kubectl = [str(bed.state.bin / "kubectl"), "--kubeconfig", str(bed.kubeconfig)]
     ended = subprocess.run(
@@ -105,7 +106,7 @@ def tried(bed: Bed, jobs: list[Document], *flags: str) -> str:
 
 
 def stored(said: str) -> list[Document]:
-    """What `kubectl create -o json` prints: one object after the other."""
+    """The objects in the output of `kubectl create -o json`, which prints one object after the other."""
     decoder, found, at = json.JSONDecoder(), [], 0
     while at < len(said.rstrip()):
         one, at = decoder.raw_decode(said, at)
@@ -124,7 +125,7 @@ def numbered(jobs: list[Document]) -> list[Document]:
 
 
 def test_no_field_of_a_pod_that_lets_it_out_can_be_given(spillway: Installed, smallest: Document) -> None:
-    """kubectl asks for strict validation. Who does not gets a job without them: test below."""
+    """kubectl requests strict validation. Without it, jobs are created without these fields: see the test below."""
     given = [with_value(smallest, path, value) for path, value in ESCALATIONS.items()]
     given += [
         with_value(smallest, "spec.pod.env", [{"name": "A", "valueFrom": {source: value}}])
@@ -178,7 +179,7 @@ def test_what_is_too_much_is_refused_at_admission(
 
 
 def test_a_spec_that_is_too_long_as_a_whole_is_refused_by_a_condition(spillway: Installed, namespace: str) -> None:
-    """No rule of a schema can count the bytes of an object."""
+    """The operator checks this, because no rule of a schema can count the bytes of an object."""
     annotations = {f"note-{number}": "x" * 1024 for number in range(64)}
     job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, pod__annotations=annotations)
     spillway.create(job)
@@ -220,7 +221,7 @@ def test_pod_with_every_allowed_option_is_restricted_and_has_no_api_token(spillw
 
 
 def goes_on(job: Document) -> bool:
-    """Its pods run. On fake nodes they complete soon after."""
+    """Whether the job's pods run or have completed, which fake pods do soon."""
     conditions = job["status"].get("conditions", [])
     return any(one["type"] in ("Running", "Complete") and one["status"] == "True" for one in conditions)
 
@@ -233,7 +234,7 @@ PROBE = "import os; print(sorted(value for value in os.environ.values() if value
 
 @pytest.fixture(scope="module")
 def planted(spillway: Installed, module_namespace: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """A namespace in which one job trains and one has failed, both with secrets; where each marker lies."""
+    """A namespace in which one job trains and one has failed, both with secrets, and the marker in each secret."""
     bed, namespace = spillway.bed, module_namespace
     markers = {f"V{number}": f"marker-{secrets.token_hex(12)}" for number in range(NUM_VARIABLES)}
     markers |= {what: f"marker-{secrets.token_hex(12)}" for what in ("unused", "password", "user")}
@@ -276,7 +277,7 @@ def secret(namespace: str, name: str, data: dict[str, str], kind: str = "Opaque"
 
 
 def everything_said(spillway: Installed, namespace: str, folder: Path) -> dict[str, str]:
-    """What Spillway writes, by place."""
+    """Place -> text that Spillway wrote there."""
     bed = spillway.bed
     kinds = (
         "configmaps",
@@ -339,7 +340,8 @@ def test_no_secret_is_written_anywhere(
 
 
 def test_a_value_in_the_spec_is_no_secret(spillway: Installed, namespace: str) -> None:
-    """`env[].value` is for all who may read the job and its ConfigMap. Also proof that the search above can find."""
+    """Everyone who may read the job and its ConfigMap sees `env[].value`. This also proves that the search above
+    works."""
     marker = f"marker-{secrets.token_hex(12)}"
     plain = [{"name": "PLAIN", "value": marker}]
     job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, pod__env=plain)
@@ -353,7 +355,7 @@ def test_a_value_in_the_spec_is_no_secret(spillway: Installed, namespace: str) -
 
 @pytest.fixture(scope="module")
 def people(spillway: Installed, module_namespace: str) -> str:
-    """A namespace in which three users have the cluster's own roles, and a fourth has none."""
+    """A namespace in which three users have the cluster's standard roles, and a fourth has none."""
     for user in ("view", "edit", "admin"):
         spillway.bed.kubectl(
             "create", "rolebinding", user, f"--clusterrole={user}", f"--user={user}", "-n", module_namespace
@@ -362,7 +364,7 @@ def people(spillway: Installed, module_namespace: str) -> str:
 
 
 def may(bed: Bed, asked: list[tuple[str, str, str]], namespace: str) -> list[bool]:
-    """Whether (user, verb, resource) are allowed there: all in one request of kubectl."""
+    """Whether each (user, verb, resource) is allowed in the namespace, in one call of kubectl."""
     reviews = []
     for user, verb, resource in asked:
         plural, _, subresource = resource.partition("/")
@@ -398,7 +400,7 @@ def test_users_have_what_their_role_says(spillway: Installed, people: str) -> No
 
 
 def test_who_may_edit_creates_jobs_and_writes_no_status_and_no_profile(spillway: Installed, people: str) -> None:
-    """Real requests, not only the answer to whether they would be allowed."""
+    """Makes real requests, and does not only ask whether they would be allowed."""
     bed = spillway.bed
     job = json.dumps(changed(example("one-pod", people), people, suspend=True))
     create = ("create", "-f", "-", "--as")
@@ -417,7 +419,7 @@ def test_who_may_edit_creates_jobs_and_writes_no_status_and_no_profile(spillway:
                "spec": {"fingerprint": "0" * 16}}  # fmt: skip
     with pytest.raises(Failed, match='User "edit" cannot create resource "memoryprofiles"'):
         bed.kubectl(*create, "edit", stdin=json.dumps(profile))
-    # A status that comes with the spec is not taken.
+    # The API server ignores a status that is sent with the spec.
     bed.kubectl(*patch, "-p", '{"status": {"completionTime": "2026-01-01T00:00:00Z"}}', "--as", "edit")
     assert "completionTime" not in spillway.job(people, "one-pod")["status"]
     with pytest.raises(Failed, match='User "view" cannot delete resource "trainingjobs"'):

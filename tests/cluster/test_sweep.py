@@ -43,7 +43,7 @@ def swept(spillway: Installed, module_namespace: str) -> Swept:
 
 
 def test_status_names_the_best_member(swept: Swept) -> None:
-    """One round of three keeps one, which alone trains to the end."""
+    """A round of three members keeps one, and only that one trains to the end."""
     best = swept.job["status"]["bestMember"]
     assert [member["name"] for member in swept.job["spec"]["members"]] == list(swept.members)
     assert {name for name, member in swept.members.items() if member["state"] == "Complete"} == {best}

@@ -1,4 +1,4 @@
-"""The built trainer image, by itself: a Cuda attempt on the fake without compiler, network, root."""
+"""The built trainer image without a cluster: an attempt on the fake CUDA device without compiler, network and root."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testbed import packages
 from testbed.processes import run
 
 pytestmark = pytest.mark.full
-"""half an hour to build, the first time"""
+"""because the first build takes half an hour"""
 
 
 def test_the_image_starts_a_cuda_attempt_without_compiler_network_root(tmp_path: Path) -> None:

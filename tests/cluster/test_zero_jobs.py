@@ -22,7 +22,7 @@ STEPS = 6
 
 
 def divided(strategy: str, namespace: str) -> Document:
-    """The two-pod example, short; optimizer states in host memory."""
+    """The two-pod example, shortened, with optimizer states in host memory."""
     return example(
         "two-pod",
         namespace,
@@ -42,7 +42,8 @@ def last_checkpoint(directory: Path) -> StoredCheckpoint:
 
 
 def run_here(spillway: Installed, namespace: str, attempt: str, claim: Path, directory: Path) -> Path:
-    """The attempt's own files, but for the places: both ranks on this machine. Returns its checkpoint directory."""
+    """Runs the attempt on this machine, with both ranks and its own files except for paths; returns its checkpoint
+    directory."""
     files = spillway.bed.get("configmap", attempt, "--namespace", namespace)["data"]
     job = JobFile.model_validate_json(files["job.json"])
     here = {

@@ -29,6 +29,7 @@ from harness.rendered_chart import (
     rendered,
     settings_of,
 )
+from spillway.units import parse_cores
 
 VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -140,6 +141,20 @@ def test_the_pods_meet_the_restricted_standard(major: str, cell: str, kind: str)
         assert set(volume) - {"name"} <= {"secret", "emptyDir", "configMap", "projected"} | drives
 
 
+@pytest.mark.parametrize("kind", ["Deployment", "DaemonSet"])
+def test_an_id_that_is_null_is_left_to_the_cluster(major: str, kind: str) -> None:
+    """OpenShift's restricted-v2 rejects each id that a pod names itself."""
+    ids = ("runAsUser", "runAsGroup", "fsGroup")
+    restricted = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+    def context(*values: str) -> Object:
+        return dict(only(rendered(major, values), kind)["spec"]["template"]["spec"]["securityContext"])
+
+    assert context() == restricted | dict.fromkeys(ids, 1000)
+    assert context(*(f"podSecurity.{name}=null" for name in ids)) == restricted
+    assert context("podSecurity.runAsUser=1000650000")["runAsUser"] == 1000650000
+
+
 @pytest.mark.parametrize("cell", MATRIX)
 def test_every_image_is_named_exactly(major: str, cell: str) -> None:
     objects = rendered(major, MATRIX[cell])
@@ -230,6 +245,15 @@ def test_the_pod_has_requests_limits_and_probes(major: str) -> None:
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
     for probe in ("readinessProbe", "startupProbe"):
         assert container[probe]["httpGet"] == {"path": "/readyz", "port": "metrics"}
+
+
+def test_the_example_of_a_script_fits_beside_the_operators_on_a_node_of_two_cores() -> None:
+    values = yaml.safe_load(VALUES)
+    script = yaml.safe_load((ROOT / "examples" / "script.yaml").read_text(encoding="utf-8"))
+    pods = [values] * values["replicas"] + [values["nodeExporter"]]
+    requests = [pod["resources"]["requests"] for pod in pods] + [script["spec"]["pod"]["resources"]]
+    cores = [parse_cores(str(each["cpu"])) for each in requests]
+    assert sum(cores) < 2.0, cores
 
 
 @pytest.mark.parametrize("cell", MATRIX)
@@ -597,6 +621,7 @@ REFUSED = {
     "an entry without its name": ("imagePullSecrets[0].nam=x", "imagePullSecrets"),
     "a request of what is none": ("resources.request.cpu=1", "resources"),
     "a Secret that cannot be": ("progress.tls.secretName=My_Secret", "progress.tls.secretName"),
+    "the user root": ("podSecurity.runAsUser=0", "podSecurity.runAsUser"),
     "no group of values": ("progress=null", "progress"),
     "NetworkPolicies that would be left out in silence": ("networkPolicies=null", "networkPolicies"),
 }

@@ -16,6 +16,7 @@ from spillway.api.crd import KINDS, MEMORY_PROFILE, NODE_PROFILE, TRAINING_JOB, 
 from spillway.api.earlier import MOVED
 from spillway.api.profiles import MemoryProfileSpec, NodeProfileSpec
 from spillway.api.training_job import TrainingJobSpec
+from spillway_operator.decide.acceptance import UNLESS_SUSPENDED
 
 MAX_ANNOTATION_BYTES = 256 * 1024
 KIND_NODES: dict[str, dict[str, dict[str, Any]]] = {kind.kind: dict(fields(schema_of(kind))) for kind in KINDS}
@@ -138,6 +139,17 @@ def test_every_rule_is_used(kind: Kind) -> None:
 def test_what_decides_the_result_never_changes(field: str) -> None:
     rules = [rule["rule"] for rule in JOB_NODES[f"spec.{field}"]["x-kubernetes-validations"]]
     assert "self == oldSelf" in rules
+
+
+LOCKED = ("memory", "scheduling", "spill", "checkpoint", "search", "members", "objective")
+
+
+@pytest.mark.parametrize("field", LOCKED)
+def test_what_the_next_attempt_needs_changes_only_while_suspended(field: str) -> None:
+    """The operator itself checks those that it cannot do without (acceptance.UNLESS_SUSPENDED)."""
+    (lock,) = (rule for rule in JOB_NODES["spec"]["x-kubernetes-validations"] if "oldSelf.suspend ||" in rule["rule"])
+    assert f"self.{field} != oldSelf.{field}" in lock["rule"] and field in lock["message"]
+    assert set(UNLESS_SUSPENDED) < set(LOCKED)
 
 
 @each_kind

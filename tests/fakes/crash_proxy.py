@@ -1,7 +1,8 @@
-"""A proxy before the API server that can end the operator at a chosen write: before it lands, or before the answer.
+"""A proxy in front of the API server that can end the operator at a chosen write: before the write or before its
+answer.
 
-It speaks plain HTTP on 127.0.0.1 and forwards with the caller's own credentials, so rights and audit log are those of
-the operator. Watches stream through.
+It serves HTTP without TLS on 127.0.0.1 and forwards requests with the caller's own credentials, so that rights and
+audit log are those of the operator. It passes the streams of watches through.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from aiohttp import web
 
 WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 NOT_COUNTED = ("/tokenreviews", "/events", "/leases", "/memoryprofiles")
-"""writes that may come at any time"""
+"""parts of paths of writes that are not counted, because they may come at any time"""
 HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "host", "content-encoding"})
 
 
 @dataclass(slots=True)
 class Crash:
-    """At write number `at` (from 1): end the operator before the write lands, or after it landed, unanswered."""
+    """Ends the operator at write number `at`, counted from 1: before the API server gets the write or, with `landed`,
+    after it but before the answer."""
 
     at: int
     landed: bool
@@ -81,7 +83,7 @@ class CrashProxy:
         self.port = self._runner.addresses[0][1]
 
     async def _close(self) -> None:
-        await self._session.close()  # ends the watches that are passed through
+        await self._session.close()  # ends the watches whose streams are passed through
         await self._runner.cleanup()
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
@@ -102,7 +104,7 @@ class CrashProxy:
             if encoding := answer.headers.get("Content-Encoding"):
                 kept["Content-Encoding"] = encoding
             response = web.StreamResponse(status=answer.status, headers=kept)
-            with suppress(ConnectionError, aiohttp.ClientError):  # either side went away in the middle
+            with suppress(ConnectionError, aiohttp.ClientError):  # either side closed its connection meanwhile
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     await response.write(chunk)

@@ -1,10 +1,12 @@
-"""Numbers for the fake CUDA device: every operator of torch computes with its CPU kernel, late, on the stream's thread.
+"""Results for the fake CUDA device: every operator of torch computes with its CPU kernel, later, on the stream's
+thread.
 
 `install` replaces the CUDA kernels of ATen. An operator allocates its result from torch's real CUDA allocator and gives
-the current stream the work; its bits are the CPU's. Where torch composes an operator otherwise on CUDA than on a CPU,
-the CPU's way is taken; dropout draws from a CPU generator with the CUDA generator's seed, attention is composed.
+the work to the current stream; the result has the CPU's bits. If torch composes an operator in another way on CUDA than
+on a CPU, it is composed as on a CPU. Dropout draws from a CPU generator with the CUDA generator's seed, and attention
+is composed of single operators.
 
-A process needs the fake preloaded (`harness.fake_cuda`).
+The process must have the fake preloaded (`harness.fake_cuda`).
 """
 
 from __future__ import annotations
@@ -61,21 +63,21 @@ REAL = frozenset(
         *("is_pinned", "_pin_memory", "_local_scalar_dense"),
     }
 )
-"""memory and views: torch's own kernels, which compute nothing"""
+"""operators on memory and views, for which torch's own kernels stay; they compute nothing"""
 SIZED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
-"""the device has to come to an end before the result can be allocated, or told"""
+"""operators before which the device must finish its work, because the result's size or value is needed at once"""
 DRAWN = ["uniform_", "normal_", "bernoulli_.float", "exponential_", "random_", "random_.to", "random_.from"]
 REDISPATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def take_counts() -> dict[str, int]:
-    """What the fake counted since the last call."""
+    """What the fake has counted since the last call: name -> number."""
     lines = fake().fake_cuda_take_counts().decode().splitlines()
     return {name: int(number) for number, _, name in (line.partition(" ") for line in lines)}
 
 
 def take_races() -> list[str]:
-    """What the judge found since the last call."""
+    """The races that the judge has found since the last call."""
     return list(fake().fake_cuda_take_races().decode().splitlines())
 
 
@@ -92,18 +94,18 @@ def _run(number: int) -> None:
     try:
         with torch.no_grad():
             work()
-    except BaseException as error:  # nobody could raise it from here
+    except BaseException as error:  # it cannot be raised from here
         _failed.append(error)
 
 
 def raise_failed() -> None:
-    """What work on a stream raised."""
+    """Raises the first error that work on a stream raised."""
     if _failed:
         raise _failed[0]
 
 
 def launch(label: str, work: Callable[[], None], reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-    """`work` on the current stream."""
+    """Gives `work` to the current stream."""
     raise_failed()
     read, written = list(spans(reads)), list(spans(writes))
     ranges = (ctypes.c_size_t * (2 * (len(read) + len(written))))(*itertools.chain(*read, *written))
@@ -122,7 +124,7 @@ def current_stream() -> int:
 def allocate(
     size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device | None, label: str
 ) -> Tensor:
-    """From torch's allocator, in order with the current stream; the judge hears of it."""
+    """Allocates a tensor with torch's allocator, in order with the current stream, and tells the judge."""
     where = (
         device if device is not None and device.index is not None else torch.device("cuda", torch.cuda.current_device())
     )
@@ -137,16 +139,27 @@ _new_storage = torch.UntypedStorage.__new__
 def make_storage(
     kind: type[torch.UntypedStorage], *args: Any, label: str = "a storage", **options: Any
 ) -> torch.UntypedStorage:
-    """In place of torch's constructor, which `copy.deepcopy` of a tensor calls, too. The judge must hear of new memory:
-    else it holds what was done there before it was freed against the new owner."""
+    """Replaces torch's constructor, which `copy.deepcopy` of a tensor also calls. The judge must know of new memory:
+    otherwise, it would report races between accesses of the memory's earlier owner and the new one."""
     made: torch.UntypedStorage = _new_storage(kind, *args, **options)
     if made.is_cuda and made.nbytes():
         fake().fake_cuda_born(current_stream(), made.data_ptr(), made.nbytes(), label.encode())
     return made
 
 
+_resize_storage = torch.UntypedStorage.resize_
+
+
+def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    """Replaces torch's method, by which FSDP2 takes and frees the memory of whole parameters."""
+    found = _resize_storage(storage, nbytes)
+    if storage.is_cuda and nbytes:
+        fake().fake_cuda_born(current_stream(), storage.data_ptr(), nbytes, b"a resized storage")
+    return found
+
+
 class Clocks:
-    """What host threads know, handed over by the events and queues of the lanes (fake_streams.handing_over)."""
+    """The clocks of host threads, passed on by the events and queues of the lanes (fake_streams.handing_over)."""
 
     def told(self) -> int:
         return int(fake().fake_cuda_tell())
@@ -159,7 +172,7 @@ class Clocks:
 
 
 def judge_host_memory() -> None:
-    """Let the judge know what HostSlab hands out, as what torch's allocator does."""
+    """Makes HostSlab tell the judge of memory that it hands out, as torch's allocator does here."""
     allocate_now = HostSlab.allocate_now
 
     def judged(slab: HostSlab, nbytes: int, label: str) -> Tensor | None:
@@ -172,20 +185,20 @@ def judge_host_memory() -> None:
 
 
 def spans(tensors: Iterable[Tensor]) -> Iterable[tuple[int, int]]:
-    """(address, bytes) from the first element to the last."""
+    """(address, bytes) of each tensor with elements, from its first element to its last."""
     for tensor in tensors:
         if tensor.numel():
             yield tensor.data_ptr(), span_bytes(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def span_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    """From the first element to the last; 0 where there is none."""
+    """Bytes from the first element to the last; 0 if there are no elements."""
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return (last + 1) * dtype.itemsize if all(shape) else 0
 
 
 def lying(tensor: Tensor) -> Tensor:
-    """The memory of a device's tensor as a CPU tensor, which does not hold it."""
+    """A CPU tensor over the memory of a device's tensor; it does not keep that memory alive."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -201,7 +214,8 @@ def is_cuda(value: object) -> bool:
 
 
 def compose_attention() -> None:
-    """On a CPU as on a device: a fused kernel adds in another order."""
+    """Has attention composed of single operators on devices as on CPUs, because a fused kernel adds in another
+    order."""
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -241,6 +255,7 @@ def install() -> None:
     put("rms_norm", rms_norm, "AutogradCUDA")
     kernels.triton_kernels = lambda: TRITON
     torch.UntypedStorage.__new__ = staticmethod(make_storage)  # type: ignore[method-assign,assignment]
+    torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign,assignment]
     judge_host_memory()
 
 
@@ -259,7 +274,7 @@ def has_kernel(name: str, key: str) -> bool:
 def compute(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     schema, name = arguments_of(operator), operator._schema.name.removeprefix("aten::")
     if any(isinstance(args[place], int | float | complex) for place in schema.tensors if place < len(args)):
-        operator = operator.overloadpacket  # x + 1: torch hands the number over in a tensor's place
+        operator = operator.overloadpacket  # x + 1: torch passes the number in the place of a tensor
     written = [
         args[place] if place < len(args) else kwargs.get(key) for place, key in enumerate(schema.names)
         if key in schema.written
@@ -298,7 +313,7 @@ def compute(operator: Operator, *args: Any, **kwargs: Any) -> Any:
 
 
 def resize(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any], into: Sequence[Tensor]) -> None:
-    """Results that are empty as yet become as large as the operator makes them."""
+    """Resizes results that are still empty to the sizes that the operator gives them."""
     flat, tree = tree_flatten((args, kwargs))
     for out, (shape, stride, dtype) in zip(into, rehearsed(operator, flat, tree)[0], strict=True):
         out.set_(allocate(shape, stride, dtype, out.device, "resize"))
@@ -310,8 +325,8 @@ def cpu_device(value: Any) -> Any:
 
 @cache
 def arguments_of(operator: Operator) -> Any:
-    """Of the schema: the names of its arguments, those that are written, (place, name) of those it returns, and the
-    places of those that are a tensor."""
+    """The arguments in an operator's schema: all names, names of those that are written, (place, name) of those that
+    are returned, and places of those that are a single tensor."""
     arguments = operator._schema.arguments
     written = {one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write}
     sets = {frozenset(one.alias_info.before_set): (i, one.name) for i, one in enumerate(arguments) if one.alias_info}
@@ -325,7 +340,7 @@ _rehearsed: dict[Any, tuple[list[Any], Any]] = {}
 
 
 def rehearsed(operator: Operator, flat: Sequence[Any], tree: Any) -> tuple[list[Any], Any]:
-    """(shape, strides, dtype) of each result, by the CPU kernel on zeros."""
+    """(shape, strides, dtype) of each result, found by running the CPU kernel on zeros, and the results' structure."""
 
     def form(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -353,7 +368,8 @@ def rehearsed(operator: Operator, flat: Sequence[Any], tree: Any) -> tuple[list[
 
 
 def copy(dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    """torch's own where it is a transfer; within the device it may be a kernel."""
+    """Uses torch's own copy for transfers and for plain copies within the device; other copies within it become
+    kernels."""
     is_plain = dst.dtype == src.dtype and dst.shape == src.shape and dst.is_contiguous() and src.is_contiguous()
     if not (dst.is_cuda and src.is_cuda) or is_plain:
         torch.ops.aten.copy_.default.redispatch(REDISPATCHED, dst, src, non_blocking)
@@ -377,13 +393,14 @@ def empty_strided(
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 _states: dict[tuple[int, int], Tensor] = {}
-"""(seed, offset) of the CUDA generator -> the state of a CPU generator that has drawn as often"""
+"""(seed, offset) of the CUDA generator -> state of a CPU generator with that seed after the same number of draws"""
 _drawing = threading.Lock()
 
 
 @contextmanager
 def drawing(theirs: torch.Generator) -> Iterator[torch.Generator]:
-    """A CPU generator in the place of the device's: with its seed, as far as it has been drawn from."""
+    """A CPU generator that replaces the device's: it has the same seed, and continues after the same number of
+    draws."""
     with _drawing:
         seed, offset = theirs.initial_seed(), theirs.get_offset()
         made = torch.Generator()
@@ -398,7 +415,7 @@ def drawing(theirs: torch.Generator) -> Iterator[torch.Generator]:
 def draw(
     operator: Operator, into: Tensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any
 ) -> Tensor:
-    """In place. The numbers are drawn when it is launched, as the offset of a real generator is taken."""
+    """Fills `into` with random numbers. They are drawn at the launch, when a real generator's offset would be taken."""
     numbers = torch.empty_strided(into.shape, into.stride(), dtype=into.dtype)
     with drawing(generator or torch.cuda.default_generators[into.device.index]) as ours:
         operator(numbers, *args, generator=ours, **kwargs)
@@ -408,14 +425,14 @@ def draw(
 
 
 def dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """As on a CPU; elsewhere it is one fused kernel, which rounds otherwise."""
+    """Dropout as composed on a CPU; on a real device it is one fused kernel, which rounds differently."""
     if p == 0 or not train or not x.numel():
         return x
     return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
 
 
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """As on a CPU; elsewhere it is one fused kernel."""
+    """RMSNorm as composed on a CPU; on a real device it is one fused kernel."""
     wide = x.to(torch.float32)
     least = torch.finfo(x.dtype).eps if eps is None else eps
     scale = wide.pow(2).mean([*range(-len(shape), 0)], keepdim=True).add_(least).rsqrt()

@@ -1,17 +1,18 @@
-"""The trainer at full size without numbers: what occupies memory is real, what computes or fills it does nothing.
+"""The trainer at full size without numbers: allocations are real, but nothing computes or fills memory.
 
 Real: torch's CUDA allocator, streams, events and autograd threads, the operators' own CUDA code, the lanes, the ledger,
-the offsets of slabs and spill file. Faked, beside what the fake device does with FAKE_CUDA_VIRTUAL (device memory is
-address space, copies of more than a page do nothing, kernels never do):
+the offsets in slabs and spill file. Faked, in addition to what FAKE_CUDA_VIRTUAL makes the fake device do (device
+memory is only address space, copies of more than a page do nothing, kernels compute nothing):
 
     Triton's kernels    launches do nothing
     the CPU's kernels   updates, sums, norms and copies of native.py, and the first values of states, do nothing
-    the host slab       address space: it may be larger than the machine's memory, and no page of it is written
+    the host slab       only address space: may be larger than the machine's memory; no page of it is written
     the spill file      its bytes are counted; writes and reads do nothing
-    the device check    compares nothing, so it finds no difference
-    masks               `transformers` looks at positions to see whether texts are packed: here none are
+    the device check    compares nothing, and so finds no difference
+    masks               `transformers` checks positions to find packed texts; here it finds none
 
-Values are whatever memory holds: zeros, or small integers. A process needs the fake preloaded (`harness.fake_cuda`).
+Values are whatever memory holds: zeros or small integers. The process must have the fake preloaded
+(`harness.fake_cuda`).
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from spillway_trainer.optimizer_offload import offload
 from spillway_trainer.tiers import host_slab
 
 MAP_NORESERVE = 0x4000
-"""of sys/mman.h; mmap has it from Python 3.13 on"""
+"""from sys/mman.h; Python's mmap has it from 3.13 on"""
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """What computes or fills memory elsewhere."""
+    """Replaces functions that would compute or fill memory."""
 
 
 class BlankSpillFile:
@@ -55,8 +56,8 @@ class BlankSpillFile:
 
 
 def address_space(nbytes: int) -> host_slab._Mapping:
-    """A slab's mapping, which may be larger than the machine's memory; without huge pages, one of which a single word
-    would fill."""
+    """A slab's mapping, which may be larger than the machine's memory. It has no huge pages, because writing a single
+    word would allocate a whole one."""
     if nbytes == 0:
         return host_slab._Mapping(torch.empty(0, dtype=torch.uint8), None, 0)
     mapping = mmap.mmap(-1, nbytes, flags=host_slab._PRIVATE | MAP_NORESERVE)
@@ -73,7 +74,7 @@ def with_nothing_packed() -> Any:
 
 
 def install() -> None:
-    """In a process of its own: nothing is put back."""
+    """Installs the fakes. For processes of their own, because nothing is restored."""
     triton.runtime.JITFunction.run = nothing
     for name in ("update", "accumulate", "copy_batch"):
         setattr(native, name, nothing)

@@ -1,4 +1,4 @@
-"""Stand-ins for DurableFiles that stop, fill up or lose power at the n-th operation."""
+"""Stand-ins for DurableFiles that end the process, run out of space or lose power at the n-th operation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spillway_trainer.checkpoints.durable_files import DurableFiles, FileEntry
 
 
 class CountingFiles(DurableFiles):
-    """Calls `before(n)` ahead of operation n = 0, 1, ...: whatever changes names, and each half of a file's chunk, so
-    that a crash can fall into the middle of a file."""
+    """Calls `before(n)` ahead of operation n = 0, 1, ... Operations are all changes of names, and writes of each half
+    of a file's chunk, so that a crash can happen in the middle of a file."""
 
     def __init__(self, before: Callable[[int], None]) -> None:
         self._numbers = itertools.count()
@@ -55,7 +55,8 @@ class CountingFiles(DurableFiles):
 
 
 def killed_at(operation: int) -> CountingFiles:
-    """The process ends at operation `operation` as by kill -9: no cleanup runs. For forked children only."""
+    """Files that end the process at operation `operation` without any cleanup, as kill -9 would. For forked children
+    only."""
 
     def before(number: int) -> None:
         if number == operation:
@@ -65,7 +66,7 @@ def killed_at(operation: int) -> CountingFiles:
 
 
 def full_at(operation: int) -> CountingFiles:
-    """The disk has no room at operation `operation`; what is removed afterwards makes room again."""
+    """Files on a disk that is full at operation `operation` only, as if what is removed afterwards makes room again."""
 
     def before(number: int) -> None:
         if number == operation:
@@ -75,19 +76,19 @@ def full_at(operation: int) -> CountingFiles:
 
 
 class PowerCut(BaseException):
-    """The machine is off: no cleanup may follow."""
+    """Raised when the machine loses power: no cleanup may follow."""
 
 
 class LosingFiles(DurableFiles):
-    """At a power cut, names that were not synced are lost: created ones disappear, renamed ones go back.
-
-    File contents are durable when `write` returns, as DurableFiles promises.
-    """
+    """Files that lose power at an operation. Changes of names that were not synced are lost: created files disappear,
+    and renamed ones have their old names again. A file's contents are durable when `write` returns, as DurableFiles
+    promises."""
 
     def __init__(self, operation: int) -> None:
         self._left = operation
         self._unsynced: list[tuple[Path, Callable[[], None]]] = []
-        """(directory, how to undo) per name that changed since its directory was synced, oldest first"""
+        """(directory, function that undoes the change) for each name that changed since its directory was synced,
+        oldest first"""
         self._renames: list[tuple[Path, Path]] = []
         self._off = False
 
@@ -126,7 +127,7 @@ class LosingFiles(DurableFiles):
         self._renames.remove((source, target))
 
     def _now(self, path: Path) -> Path:
-        """Where a file is that was written as `path`."""
+        """The present path of a file that was written as `path`."""
         for source, target in self._renames:
             if path.is_relative_to(source):
                 path = target / path.relative_to(source)

@@ -1,7 +1,8 @@
 """A small API server for tests: objects by path, watches, pages, label selectors, and planned failures.
 
-It keeps what the operator relies on: rising resourceVersions, 409 for a taken name, uid preconditions, status as a
-subresource, 410 for expired pages. It checks nothing else: the real one does, in tests/cluster.
+It implements what the operator relies on: rising resourceVersions, 409 for a taken name, uid preconditions, status as a
+subresource. Other answers, such as 410 for expired pages, are planned failures. It checks nothing else: tests/cluster
+use a real API server, which does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ GROUPS = {
     "/apis/discovery.k8s.io/v1": ["endpointslices"],
     "/apis/apiextensions.k8s.io/v1": ["customresourcedefinitions"],
     "/apis/authentication.k8s.io/v1": ["tokenreviews"],
+    "/apis/storage.k8s.io/v1": ["csistoragecapacities"],
     "/apis/kueue.x-k8s.io/v1beta2": ["workloads"],
     "/apis/kueue.x-k8s.io/v1beta1": ["workloads"],
 }
@@ -35,7 +37,7 @@ KINDS = {
     "configmaps": "ConfigMap", "services": "Service", "pods": "Pod", "persistentvolumeclaims": "PersistentVolumeClaim",
     "nodes": "Node", "namespaces": "Namespace", "events": "Event", "jobs": "Job", "trainingjobs": "TrainingJob",
     "leases": "Lease", "endpointslices": "EndpointSlice",
-    "nodeprofiles": "NodeProfile", "memoryprofiles": "MemoryProfile",
+    "nodeprofiles": "NodeProfile", "memoryprofiles": "MemoryProfile", "csistoragecapacities": "CSIStorageCapacity",
     "operatorconfigs": "OperatorConfig", "workloads": "Workload",
     "customresourcedefinitions": "CustomResourceDefinition", "tokenreviews": "TokenReview",
 }  # fmt: skip
@@ -44,38 +46,38 @@ CLUSTER_SCOPED = ("nodes", "nodeprofiles", "operatorconfigs", "namespaces", "cus
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The answer to the next request that matches, instead of what would be done."""
+    """A planned answer to the next request that matches. The request is not carried out, unless `after` is set."""
 
     method: str
     path: str
-    """a part of it"""
+    """a part of the request's path"""
     status: int
     headers: dict[str, str] = field(default_factory=dict)
     message: str = "planned"
     after: bool = False
-    """do it first, then answer with the failure: the client does not learn that it worked"""
+    """carry the request out first, then answer with the failure, so that the client does not learn that it succeeded"""
 
 
 @dataclass(slots=True)
 class FakeApi:
-    """`requests` holds (method, path) of all that arrived, in order."""
+    """The fake API server. `requests` holds (method, path) of all requests that arrived, in order."""
 
     objects: dict[tuple[str, str, str], Object] = field(default_factory=dict)
     """(plural, namespace, name) -> object"""
     requests: list[tuple[str, str]] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     review: Callable[[str], Object] = lambda _token: {"authenticated": False}
-    """status of the TokenReview of a token"""
+    """token -> status of its TokenReview"""
     answers: asyncio.Event = field(default_factory=asyncio.Event)
-    """set; while it is cleared, requests arrive and nothing is answered"""
+    """set at first; while a test has cleared it, requests arrive but are not answered"""
     deaf: bool = False
-    """watches stay open and report nothing"""
+    """if True, watches stay open but report nothing"""
     thinks: set[str] = field(default_factory=set)
-    """kinds whose watches are asked for and not answered"""
+    """plurals of the resources for which requests of a watch are not answered"""
     status_defaults: Object = field(default_factory=dict)
-    """what the server adds to every status that is written, as defaults of a schema would"""
+    """fields that the server adds to every status that is written, like defaults of a schema"""
     undeclared: list[str] = field(default_factory=list)
-    """fields of a status that the schema does not know: "attempts.ended"; an apply is refused because of them"""
+    """fields of a status that the schema does not have, such as "attempts.ended"; an apply that has one is rejected"""
     url: str = ""
     bodies: list[Any] = field(default_factory=list)
     authorizations: list[str] = field(default_factory=list)
@@ -85,10 +87,10 @@ class FakeApi:
     def __post_init__(self) -> None:
         self.answers.set()
 
-    # --- what a test does ---
+    # --- for tests ---
 
     def put(self, plural: str, found: Object, *, tell: bool = True) -> Object:
-        """Create or replace an object, as somebody else would."""
+        """Creates or replaces an object, as another client would. With `tell`, watches report it."""
         metadata = found.setdefault("metadata", {})
         namespace = "" if plural in CLUSTER_SCOPED else metadata.setdefault("namespace", "team")
         known = self.objects.get((plural, namespace, metadata["name"]))
@@ -116,11 +118,11 @@ class FakeApi:
         self.failures += [Failure(method, path, status, named, after=after)] * times
 
     def is_watched(self, plural: str) -> bool:
-        """Whether a watch is open; one that is still asked for is not ended by `end_watches`."""
+        """Whether a watch is open. `end_watches` does not end a watch that has been requested but is not open yet."""
         return any(kind == plural for kind, *_ in self._watchers)
 
     def end_watches(self) -> None:
-        """As a restart of the server would."""
+        """Ends all open watches, as a restart of the server would."""
         for _, _, _, news in self._watchers:
             news.put_nowait({})
 
@@ -146,7 +148,7 @@ class FakeApi:
             self.answers.set()
             await runner.cleanup()
 
-    # --- what it answers ---
+    # --- answers ---
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -212,13 +214,13 @@ class FakeApi:
             self.remove(plural, namespace, rest[0])
             return web.json_response({"status": "Success"})
         changed = {**found, "metadata": dict(found["metadata"])}
-        if plural == "endpointslices":  # the one kind that has no spec
+        if plural == "endpointslices":  # the only kind without a spec
             changed |= {name: value for name, value in body.items() if name != "metadata"}
         part = "status" if rest[1:] == ["status"] else "spec"
         changed[part] = body.get(part)
         if part == "status":
             unknown = next((field for field in self.undeclared if _has(changed[part], field)), None)
-            if unknown is not None:  # the API server's own words; it names one field at a time
+            if unknown is not None:  # the message of a real API server, which names one field at a time
                 about = f"failed to create typed patch object ({namespace}/{rest[0]}; spillway.dev/v1alpha1)"
                 return _status(500, f"{about}: .status.{unknown}: field not declared in schema")
             changed[part] = self.status_defaults | changed[part]

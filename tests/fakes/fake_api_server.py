@@ -1,4 +1,5 @@
-"""An API server of a few TrainingJobs, pods and events: the paths, status codes and bodies of a real one, over HTTP."""
+"""An API server with a few TrainingJobs, pods and events: it has the paths, status codes and bodies of a real one, over
+HTTP."""
 
 from __future__ import annotations
 
@@ -38,24 +39,26 @@ def refusal(code: int, reason: str, message: str, **details: Any) -> Object:
 
 @dataclass
 class FakeApiServer:
-    """Jobs by (namespace, name), pods with their logs; `before` is called with every request's path first."""
+    """Holds jobs by (namespace, name), and pods with their logs. Before each answer, it calls `before` with the
+    path."""
 
     jobs: dict[tuple[str, str], Object] = field(default_factory=dict)
     pods: list[Object] = field(default_factory=list)
     logs: dict[str, list[str]] = field(default_factory=dict)
-    """lines without time stamps; line number N has second N"""
+    """pod -> lines without time stamps; line number N gets second N as its time"""
     events: list[Object] = field(default_factory=list)
     objects: dict[str, Object] = field(default_factory=dict)
-    """path -> what a GET of it answers, before everything else; "POST path", "PUT path", "DELETE path" -> the others"""
+    """path -> answer to a GET, which precedes all others; "POST path", "PUT path", "DELETE path" -> answer to that
+    method"""
     pages: dict[str, str] = field(default_factory=dict)
-    """path -> text, as a pod behind the proxy answers"""
+    """path -> text that a pod behind the API server's proxy answers"""
     forbidden: set[str] = field(default_factory=set)
-    """"create pods", "get pods/log": what a review of one's own rights denies"""
+    """rights that a SelfSubjectAccessReview denies: "create pods", "get pods/log", ..."""
     requests: list[tuple[str, str, dict[str, str], Object]] = field(default_factory=list)
     refuses: dict[str, Object] = field(default_factory=dict)
-    """method -> Status that answers it"""
+    """method -> Status with which every request of that method is answered"""
     breaks_logs_after: int | None = None
-    """lines; then the connection is cut, once"""
+    """number of lines after which the connection of a log is cut, once"""
     before: Callable[[str], None] = lambda path: None
     server: http.server.ThreadingHTTPServer = field(init=False)
 
@@ -189,7 +192,7 @@ class FakeApiServer:
 
 
 def asked_for(review: Object) -> str:
-    """ "get pods/log" """
+    """The right that a SelfSubjectAccessReview asks for, such as "get pods/log"."""
     asked = review["spec"]["resourceAttributes"]
     return f"{asked['verb']} {asked['resource']}" + (f"/{asked['subresource']}" if asked["subresource"] else "")
 

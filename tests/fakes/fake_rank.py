@@ -1,10 +1,10 @@
-"""A rank without a model: does what DIRECTORY/script.json says for its rank, after every rank has begun.
+"""A rank without a model: it does what DIRECTORY/script.json says for its rank, after all ranks have begun.
 
     python fake_rank.py DIRECTORY        {"0": {"wait": "SIGTERM", "end": 75}, "1": {"end": "SIGKILL"}}
 
-`wait`: "SIGTERM" (for it), "for ever" (SIGTERM is ignored), "unready" (SIGTERM ends it), a number (until that rank has
-ended and the launcher knows). `end`: an exit code or a signal's name. `say`: its termination message. `print`: a line
-for its output. `orphan`: leave a process without a parent.
+`wait`: "SIGTERM" (wait for it), "for ever" (ignore SIGTERM), "unready" (SIGTERM ends the rank), a number (wait until
+that rank has ended and the launcher knows). `end`: an exit code or a signal's name. `say`: the rank's termination
+message. `print`: a line that it prints. `orphan`: it leaves a process without a parent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 STARTED = "started-{}"
 LONGEST_SECONDS = 600
-"""that a rank lives of which nobody takes care"""
+"""after which a rank ends that nobody has ended"""
 
 
 def main() -> None:
@@ -47,7 +47,8 @@ def main() -> None:
 
 
 def begin(directory: Path, rank: str, num_ranks: int) -> None:
-    """Tell what it was started with, whole or not at all, and wait for the other ranks' word."""
+    """Writes, atomically, the process id and environment that this rank was started with; waits for the other ranks'
+    files."""
     told = directory / f".{rank}"
     told.write_text(json.dumps({"pid": os.getpid(), "environment": dict(os.environ)}))
     told.rename(directory / STARTED.format(rank))
@@ -56,7 +57,8 @@ def begin(directory: Path, rank: str, num_ranks: int) -> None:
 
 
 def leave_an_orphan() -> None:
-    """It ends after its parent, which the pipe's other end tells."""
+    """Starts a process that outlives its parent. It ends when this rank ends, which it learns because the pipe's other
+    end closes."""
     parent_lives, parents_end = os.pipe()
     child = os.fork()
     if child == 0:

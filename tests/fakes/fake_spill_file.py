@@ -1,4 +1,4 @@
-"""A spill file in memory that fails, corrupts or stalls when told to."""
+"""A spill file in memory that fails, corrupts data or stalls when a test asks for it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class FakeSpillFile:
     def __init__(self, directory: Path, nbytes: int, *, num_threads: int) -> None:
         self.directory, self.nbytes = directory, nbytes
         self.failing: set[str] = set()
-        """"read", "write": EIO; "flip": one bit of each read is wrong"""
+        """with "read" or "write", that operation fails with EIO; with "flip", one bit of each read is wrong"""
         self.stalled: threading.Event | None = None
-        """while it is not set, reads and writes wait for it"""
+        """if there is one, reads and writes wait until it is set"""
         self.is_closed = False
         self._blocks: dict[int, Tensor] = {}
 
@@ -49,7 +49,7 @@ class FakeSpillFile:
                 )
 
     def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
-        """There is no volume."""
+        """Does nothing, because there is no volume."""
 
     def close(self) -> None:
         self.is_closed = True

@@ -1,9 +1,9 @@
-"""Streams without a device: each remembers what is known to come before what it is given next, and races are found.
+"""Streams without a device: each tracks what comes before its next work, so that races are found.
 
-Happens-before is kept as vector clocks: of every host thread, and of every stream. A launch comes after all that the
-launching thread knows; `wait` and `synchronize` join the clock that an event has recorded; threads hand theirs over by
-threading.Event and SimpleQueue (`patch`). Work is done at once, so the bits are right whatever the order: only the
-clocks tell whether a device would have had to keep it.
+Every host thread and every stream has a vector clock, which tracks happens-before. A launch comes after everything that
+the launching thread knows; `wait` and `synchronize` join the clock that an event has recorded; threads pass their
+clocks on by threading.Event and SimpleQueue (`handing_over`). Work is done at once, so its results are right in any
+case: only the clocks tell whether a device would have had to keep that order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Clock = dict[Hashable, int]
 
 
 class Clocks:
-    """What each host thread and each stream knows to have happened, in numbers of accesses by each of them."""
+    """What each host thread and each stream knows to have happened: the number of known accesses by each of them."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -51,7 +51,7 @@ class Clocks:
             own[who] = max(own.get(who, 0), count)
 
     def hear(self, other: Clock) -> None:
-        """The calling thread knows what `other` knows."""
+        """Makes the calling thread know what `other` knows."""
         with self.lock:
             self.join(threading.get_ident(), other)
 
@@ -70,7 +70,7 @@ class Clocks:
 
 @dataclass
 class Accesses:
-    """(who, its count) of the last write and of the reads since."""
+    """(actor, its count) of the last write and of the reads since then."""
 
     write: tuple[Hashable, int] | None = None
     reads: list[tuple[Hashable, int]] = field(default_factory=list)
@@ -87,7 +87,8 @@ class FakeEvent:
         return self._clock
 
     def query(self) -> bool:
-        """Late: only who synchronized makes it known."""
+        """Whether the event is known to be done. That is as late as possible: only after a thread has synchronized with
+        it."""
         if self._is_known:
             self._clocks.hear(self._clock)
         return self._is_known
@@ -100,7 +101,7 @@ class FakeEvent:
 
 
 class FakeStreams:
-    """Streams whose memory is the host's."""
+    """Streams that work on host memory, and check accesses for races."""
 
     def __init__(self, room_bytes: int | None = None) -> None:
         self.clocks = Clocks()
@@ -151,7 +152,8 @@ class FakeStreams:
         self.pinned_bytes -= memory.numel()
 
     def access(self, reads: Sequence[Region], writes: Sequence[Region], label: str) -> None:
-        """Whoever runs here, a host thread or the stream of a launch, reads and writes these regions now."""
+        """Records that the present actor, a host thread or the stream of a launch, reads and writes these regions
+        now."""
         who = getattr(self._current, "stream", None) or threading.get_ident()
         with self.clocks.lock:
             before = dict(self.clocks.of(who))
@@ -168,7 +170,7 @@ class FakeStreams:
                 accesses.write, accesses.reads = now, []
 
     def dropped(self, region: Region) -> None:
-        """Its memory may be anything from now on: every user must be known to be complete."""
+        """Checks that every use of the region is known to be complete, because its memory may be reused from now on."""
         with self.clocks.lock:
             accesses = self._of(region)
             for earlier in (accesses.write, *accesses.reads):
@@ -187,7 +189,7 @@ class FakeStreams:
 
 
 class Watched(Region):
-    """A released region that tells when it is dropped."""
+    """A released region that tells the streams when it is dropped."""
 
     __slots__ = ("_region", "_streams")
 
@@ -201,7 +203,7 @@ class Watched(Region):
 
 
 class RecordedLanes(CudaLanes):
-    """CudaLanes on FakeStreams; every operation tells what it reads and writes when it is done."""
+    """CudaLanes on FakeStreams; every operation records what it reads and writes when it runs."""
 
     def __init__(self, host: HostSlab, ledger: DeviceLedger, streams: FakeStreams | None = None) -> None:
         self.fake = streams or FakeStreams()
@@ -222,7 +224,7 @@ class RecordedLanes(CudaLanes):
 
 
 class ClockedEvent(threading.Event):
-    """threading.Event that hands over what the setting thread knows."""
+    """A threading.Event that passes what the setting thread knows to waiting threads."""
 
     clocks: Clocks
 
@@ -241,7 +243,7 @@ class ClockedEvent(threading.Event):
 
 
 class ClockedQueue:
-    """SimpleQueue that hands over what the putting thread knows."""
+    """A SimpleQueue that passes what the putting thread knows to the getting thread."""
 
     clocks: Clocks
 
@@ -262,7 +264,7 @@ class ClockedQueue:
 
 @contextlib.contextmanager
 def handing_over(streams: FakeStreams) -> Iterator[None]:
-    """Threads of lanes that are made inside hand their clocks over."""
+    """Makes the threads of lanes that are made in the block pass on their clocks."""
     event = type("ThisEvent", (ClockedEvent,), {"clocks": streams.clocks})
     simple_queue = type("ThisQueue", (ClockedQueue,), {"clocks": streams.clocks})
     shim = SimpleNamespace(Event=event, Thread=threading.Thread, Lock=threading.Lock, get_ident=threading.get_ident)
@@ -277,7 +279,7 @@ def handing_over(streams: FakeStreams) -> Iterator[None]:
 def recorded(
     host: HostSlab, ledger: DeviceLedger, streams: FakeStreams | None = None, kind: type[RecordedLanes] = RecordedLanes
 ) -> Iterator[RecordedLanes]:
-    """Lanes, closed at the end."""
+    """Yields lanes on fake streams, and closes them at the end."""
     fake = streams or FakeStreams()
     with handing_over(fake):
         made = kind(host, ledger, fake)

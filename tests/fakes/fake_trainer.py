@@ -1,8 +1,8 @@
-"""A trainer process without a model: does per epoch what OUTPUT/script.json says, in the real one's words.
+"""A trainer process without a model: it does what OUTPUT/script.json says for its epoch, and logs as the real one does.
 
     python fake_trainer.py OUTPUT        {"1": {"steps": [1, 5], "end": "kill"}, "2": {"steps": [4, 8], "end": 0}}
 
-`end` is an exit code, "kill" (SIGKILL to itself), or "wait" (for SIGTERM, then exit 75; for ever if it never comes).
+`end` is an exit code, "kill" (SIGKILL to itself), or "wait" (without limit for SIGTERM, then exit code 75).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def start_line(epoch: int, resumed_from_step: int, time: float) -> dict[str, Any
 
 
 def attempt_lines(epoch: int, first: int, last: int) -> list[dict[str, Any]]:
-    """What one attempt appends to run.jsonl; times follow from epoch and step alone."""
+    """The lines that one attempt appends to run.jsonl. Times depend only on epoch and step."""
     began = 1_700_000_000.0 + 1000 * epoch
     lines = [start_line(epoch, first - 1, began)]
     for step in range(first, last + 1):
@@ -68,7 +68,7 @@ def attempt_lines(epoch: int, first: int, last: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     output = Path(sys.argv[1])
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # sigwait below takes it, also when it came before
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # sigwait below receives it, even if it comes earlier
     epoch = json.loads((output / "job.json").read_text())["epoch"]
     script = json.loads((output / "script.json").read_text())[str(epoch)]
     with (output / "run.jsonl").open("a") as log:

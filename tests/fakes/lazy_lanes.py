@@ -1,6 +1,6 @@
 """LazyLanes: an operation runs only when something waits for it, and memory is poisoned until then.
 
-What must not be read yet is not there, so a missing edge changes the result.
+Data that must not be read yet does not exist yet, so a missing edge changes the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spillway_trainer.tiers.releases import Releases
 
 
 class LazyOperation(Operation):
-    """Run by whoever waits first, after what it depends on."""
+    """An operation that the first waiting thread runs, after the operations that it depends on."""
 
     __slots__ = ("_releases",)
 
@@ -32,11 +32,12 @@ class LazyOperation(Operation):
 
 
 class LazyLanes(Lanes):
-    """As late as the law of ordering allows, and with poison: the lanes for parity tests, in one thread.
+    """The lanes for parity tests, in one thread: operations run as late as the law of ordering allows, with poisoned
+    memory.
 
-    An operation runs when its event is waited for (or never). A buffer holds 0xFF when it is acquired and again when
-    its release takes effect, and so does a released source that nobody else holds: a missing wait, edge or release
-    event changes bits.
+    An operation runs when its event is waited for (or never). A buffer is filled with 0xFF when it is acquired and
+    again when its release takes effect, and so is a released source that nobody else holds. Therefore a missing wait,
+    edge or release event changes bits.
     """
 
     direct_io = False

@@ -1,4 +1,4 @@
-"""A fake Prometheus over HTTP that answers the operator's questions, truly or in a way in which one can fail."""
+"""A fake Prometheus over HTTP that answers the operator's queries, either correctly or in one of the ways to fail."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Health(StrEnum):
     WELL = "well"
     KILLED = "killed"
     HANGING = "hanging"
-    """takes the question and never answers"""
+    """accepts the query and never answers"""
     GARBAGE = "garbage"
     EMPTY = "empty"
     STALE = "stale"
-    """answers with what was true ten minutes ago"""
+    """answers with figures whose time stamp is ten minutes old"""
     LYING = "lying"
-    """each figure is ten times as much, or a tenth, as makes the worse node the better one"""
+    """each figure is multiplied or divided by the node's `lies`, so that the worse node looks better"""
 
 
 STALE_SECONDS = 600.0
@@ -47,7 +47,7 @@ class NodeTruth:
     disk_bytes: float
     memory_stalled: float
     lies: float
-    """by how much its free bytes are multiplied in a lie; what stalls is divided by it"""
+    """factor by which a lie multiplies the node's free bytes, and divides its stalled time"""
 
     def value(self, series: str, lying: bool) -> float:
         factor = self.lies if lying else 1.0
@@ -57,7 +57,7 @@ class NodeTruth:
 
 
 class LyingPrometheus:
-    """Well until `health` is set."""
+    """A fake Prometheus that answers correctly until `become` is called."""
 
     def __init__(self, nodes: Mapping[str, NodeTruth]) -> None:
         self.health = Health.WELL
@@ -71,7 +71,7 @@ class LyingPrometheus:
                 fake._answer(self)
 
             def log_message(self, format: str, *arguments: object) -> None:
-                """Nobody reads it."""
+                """Logs nothing, because nobody would read it."""
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
@@ -84,7 +84,7 @@ class LyingPrometheus:
             self.close()
 
     def close(self) -> None:
-        """Nobody listens on its port afterwards."""
+        """Stops the server; nobody listens on its port afterwards."""
         if not self._ended.is_set():
             self._ended.set()
             self._server.shutdown()
@@ -96,7 +96,7 @@ class LyingPrometheus:
         if health is Health.HANGING:
             self._ended.wait()
         body = GARBAGE[self.num_questions % len(GARBAGE)] if health is Health.GARBAGE else self._vector(handler.path)
-        with suppress(OSError):  # whoever asked may have gone
+        with suppress(OSError):  # the client may have closed the connection
             handler.send_response(200)
             handler.send_header("Content-Type", "application/json")
             handler.send_header("Content-Length", str(len(body)))

@@ -1,4 +1,4 @@
-"""Stands for checkpoints where a test needs none."""
+"""A stand-in for checkpoints, for tests that need none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from spillway_trainer.trainer import RunProgress, Written
 
 
 class NoCheckpoints:
-    """Says of each that it is committed."""
+    """Writes no checkpoints, and reports each as committed."""
 
     def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
         return Written(progress.step)

@@ -1,4 +1,4 @@
-"""What the kernel and NVML would tell a node exporter, as a test wants it."""
+"""Fakes of what a node exporter reads from the kernel and NVML, with figures that a test chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRESSURE = "some avg10=0.00 avg60=0.00 avg300=0.00 total={some}\nfull avg10=0.00
 
 
 def write_proc(proc: Path, available_bytes: int, stalled_seconds: float = 0.0, total_bytes: int = 2**40) -> Path:
-    """A /proc of a node; whole KiB and microseconds."""
+    """Writes a node's /proc to `proc`, which is returned. Figures are rounded to whole KiB and microseconds."""
     (proc / "pressure").mkdir(parents=True, exist_ok=True)
     text = MEMINFO.format(total=total_bytes // 1024, available=available_bytes // 1024)
     (proc / "meminfo.new").write_text(text, encoding="ascii")
@@ -32,7 +32,7 @@ class FakeGpu:
     total: int = 80 * 2**30
     processes: int = 0
     instances: Sequence[tuple[int, int]] = ()
-    """GPU instance id and free bytes of each MIG instance."""
+    """(GPU instance id, free bytes) of each MIG instance."""
     is_lost: bool = False
     links: set[int] = field(default_factory=set)
 

@@ -1,4 +1,5 @@
-"""A progress endpoint of the standard library that remembers what it was told, and answers what it is told to."""
+"""A progress endpoint on the standard library's HTTP server: it records reports, and answers as a test configures
+it."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ class Operator:
     status: int = 200
     epoch: int = 1
     activations: Callable[[ProgressReport], int | None] = lambda report: None
-    """answered to a report"""
+    """report -> `activations` of its answer"""
     answers: threading.Event = field(default_factory=threading.Event)
     drops_next: bool = False
-    """closes the kept connection without an answer"""
+    """if True, the next request is not answered, and its connection is closed"""
     server: http.server.ThreadingHTTPServer = field(init=False)
 
     def __post_init__(self) -> None:

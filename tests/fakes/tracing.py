@@ -1,7 +1,8 @@
-"""TracingLanes: the schedule itself under test, in virtual time, without a GPU.
+"""TracingLanes: tests of the schedule itself, in virtual time, without a GPU.
 
-Happens-before comes from `after` edges, host waits and the compute lane's own order only (the law of lanes.py), so a
-schedule without races here has none on any lanes. Makespan is held against the bound: the busiest lane's seconds.
+Happens-before comes only from `after` edges, host waits and the compute lane's own order (the law of lanes.py), so a
+schedule that has no races here has none on any lanes. Tests compare the makespan with its bound, the busiest lane's
+seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Race:
     kind: RaceKind
     region: str
     first: str
-    """label of the operation in flight"""
+    """label of the operation that is in flight"""
     second: str
     """label of the operation, or release, that came too early"""
 
@@ -46,7 +47,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class TracedSchedule:
-    """What a traced run would have taken at the given rates."""
+    """Races and virtual times of a traced run at the given rates."""
 
     races: tuple[Race, ...]
     makespan_seconds: float
@@ -54,13 +55,14 @@ class TracedSchedule:
 
     @property
     def bound_seconds(self) -> float:
-        """No schedule of the same operations can end sooner: seconds of the busiest lane."""
+        """Seconds of the busiest lane; no schedule of the same operations can end sooner."""
         return max(self.busy_seconds.values(), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedSet:
-    """A set of operation numbers that are known to be complete: all below `floor`, and bit i of `mask` is floor + i."""
+    """A set of operation numbers that are known to be complete: all below `floor`, and floor + i if bit i of `mask` is
+    set."""
 
     floor: int = 0
     mask: int = 0
@@ -71,7 +73,7 @@ class CompletedSet:
     def joined(self, other: CompletedSet) -> CompletedSet:
         low, high = (self, other) if self.floor <= other.floor else (other, self)
         mask = high.mask | (low.mask >> (high.floor - low.floor))
-        complete = (~mask & (mask + 1)).bit_length() - 1  # trailing ones: raise the floor over them
+        complete = (~mask & (mask + 1)).bit_length() - 1  # number of trailing ones; the floor rises by it
         return CompletedSet(high.floor + complete, mask >> complete)
 
     def including(self, number: int) -> CompletedSet:
@@ -90,7 +92,7 @@ class Accesses:
 
 
 class TracedEvent:
-    """Complete at virtual time `end_seconds`; waiting for it moves the host there."""
+    """An event that is complete at virtual time `end_seconds`; waiting for it advances the host to that time."""
 
     __slots__ = ("_error", "_lanes", "end_seconds", "past")
 
@@ -116,11 +118,11 @@ class TracedEvent:
 
 
 class TracingLanes(Lanes):
-    """Lanes in virtual time: an operation of n bytes occupies its lane for n / rate seconds (no rate: none).
+    """Lanes in virtual time: an operation of n bytes occupies its lane for n / rate seconds (0 without a rate).
 
-    With `run` the work is done at once, in submission order, so that a real training step runs under the trace; without
-    it only the schedule is traced. A region is the grain of the race check: operations on parts of one buffer that may
-    overlap name a Region a part.
+    With `run` the work is done at once, in submission order, so that a real training step can be traced; without it,
+    only the schedule is traced. Races are checked per region: operations that may work on different parts of one buffer
+    at the same time name a Region for each part.
     """
 
     direct_io = False
@@ -153,7 +155,7 @@ class TracingLanes(Lanes):
         return TracedSchedule(tuple(self._races), max(self._free_at.values()), dict(self._busy))
 
     def set_rate(self, lane: Lane, bytes_per_second: float) -> None:
-        """Of the operations that are submitted from now on."""
+        """Sets the rate of a lane, for operations that are submitted from now on."""
         self._rates[lane] = bytes_per_second
 
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
@@ -193,7 +195,7 @@ class TracingLanes(Lanes):
         event.raise_error()
 
     def host_waits(self, event: TracedEvent) -> None:
-        """The host blocks until `event`: all it submits from now on comes after."""
+        """Blocks the host until `event`: everything that it submits from now on comes after the event."""
         self._host_past = self._host_past.joined(event.past)
         self.host_seconds = max(self.host_seconds, event.end_seconds)
         self._releases.sweep()
@@ -202,11 +204,11 @@ class TracingLanes(Lanes):
         return dict(self._moved)
 
     def stalled_seconds(self) -> float:
-        """Virtual seconds in which the compute lane was idle, until its last operation."""
+        """Virtual seconds for which the compute lane was idle before the end of its last operation."""
         return self._free_at[Lane.COMPUTE] - self._busy[Lane.COMPUTE]
 
     def busy_seconds(self) -> dict[str, float]:
-        """Virtual seconds."""
+        """Lane -> virtual seconds for which it was busy."""
         return {lane.value: seconds for lane, seconds in self._busy.items()}
 
     def close(self) -> None:
@@ -220,7 +222,7 @@ class TracingLanes(Lanes):
         return past
 
     def _occupy(self, lane: Lane, ready_seconds: float, nbytes: int) -> float:
-        """Put `nbytes` on the lane, not before `ready_seconds`; returns the virtual time of completion."""
+        """Occupies the lane with `nbytes`, not before `ready_seconds`; returns the virtual time of completion."""
         rate = self._rates.get(lane)
         seconds = nbytes / rate if rate else 0.0
         self._busy[lane] += seconds
@@ -242,7 +244,8 @@ class TracingLanes(Lanes):
     def _record(
         self, past: CompletedSet, reads: Sequence[Region], writes: Sequence[Region], label: str
     ) -> CompletedSet:
-        """Check the accesses of a new operation whose predecessors are `past`; returns the past that includes it."""
+        """Checks the accesses of a new operation whose predecessors are `past`; returns the past including the
+        operation."""
         number = len(self._labels)
         self._labels.append(label)
         for region in reads:

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer: hours of waiting in a moment, in the same order every time."""
+"""An event loop whose clock jumps to the next timer: hours of waiting pass in a moment, always in the same order."""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ def check_that_it_links(directory: Path, sanitizers: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sanitizers", ["", "address,undefined", "thread"], ids=["plain", "address,undefined", "thread"]
+    "sanitizers",
+    [pytest.param("", marks=pytest.mark.full), "address,undefined", "thread"],
+    ids=["plain", "address,undefined", "thread"],
 )
 def test_native_tests_pass_without_a_warning(tmp_path: Path, sanitizers: str) -> None:
     for tool in ("cmake", COMPILER):

@@ -1,6 +1,6 @@
-"""DeepSpeed engines that a user's own script would make, adopted: what two ranks find, for tests.
+"""Adopts DeepSpeed engines like those of a user's own script, on two ranks, and reports what each rank finds.
 
-python tests/harness/adopted_engines.py directory        one JSON object a case on the last line
+python tests/harness/adopted_engines.py directory        prints one JSON object on the last line, by case
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = 3
 
 
 def run_all(directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """Called by tests, in a process of its own: case -> what each rank found."""
+    """Runs all cases in a separate process; returns case -> what each rank found. Called by tests."""
     environment = {**os.environ, **IMPORTABLE, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-m", "harness.adopted_engines", str(directory)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -109,7 +109,8 @@ def train(engine: Any, rank: int, steps: range) -> list[float]:
 
 
 def leaves_out(engine: Any, rank: int) -> bool:
-    """A step for which one rank alone has gradients that are not finite; True if no rank's states change."""
+    """Makes a step in which only one rank has gradients that are not finite; returns True if the engine reports an
+    overflow and no rank's states change."""
     before = states_of(engine)
     for _ in range(2):
         engine.backward(engine(torch.full((4, 24), torch.inf if rank == 1 else 1.0).bfloat16()).float().sum())
@@ -118,12 +119,12 @@ def leaves_out(engine: Any, rank: int) -> bool:
 
 
 def states_of(engine: Any) -> dict[str, Tensor]:
-    """By DeepSpeed's accessors, whole; every rank asks."""
+    """All states as DeepSpeed's accessors return them, undivided. Every rank must call it."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if type(engine.optimizer) is DeepSpeedZeroOptimizer:
-        engine.optimizer._lazy_init_hp_params_optimizer_state()  # its first step would do so
+        engine.optimizer._lazy_init_hp_params_optimizer_state()  # otherwise done by its first step
     found = {}
     for name, parameter in engine.module.named_parameters():
         found[f"master.{name}"] = safe_get_full_fp32_param(parameter).clone()
@@ -195,7 +196,7 @@ def refused_engines(rank: int, directory: Path) -> dict[str, Any]:
     in_float16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8}}
     return {
         "zero_optimization.stage": problem(engine_of(0)),
-        # DeepSpeed itself makes no such engine on a CPU without products in float16.
+        # DeepSpeed itself refuses to make such an engine on a CPU without matrix products in float16.
         "loss scale": problem(engine_of(2, **in_float16)) if get_accelerator().is_fp16_supported() else None,
         "gradients": problem(
             engine_of(2, zero_optimization={"stage": 2, "reduce_scatter": False}, prescale_gradients=True)

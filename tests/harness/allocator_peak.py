@@ -1,4 +1,4 @@
-"""What torch's CPU allocator itself says of memory: a yardstick that knows nothing of plans."""
+"""The peak memory that torch's CPU allocator itself reports: a measure that does not depend on plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 
 def allocated_peak(run: Callable[[], None], directory: Path) -> int:
-    """Highest bytes of torch's CPU allocator above the start, from its own events; its trace goes to `directory`."""
+    """Peak bytes of torch's CPU allocator above those at the start of `run`, from its own events. Writes its trace to
+    `directory`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     trace = directory / "trace.json"

@@ -1,4 +1,4 @@
-"""Steps of a model that branches, so that a parameter gets a gradient on some ranks only; one process a rank."""
+"""Trains a model that branches, so that a parameter may get a gradient on one rank only. Each rank has a process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases.optimizer_cases import HOST_BYTES, SETTINGS, split
 from harness import local_runs
+from harness.after_backward import AfterBackward
 from harness.no_techniques import NoTechniques
 from spillway_trainer.corpus.data import Batch
 from spillway_trainer.launch.launcher import free_ports
@@ -34,8 +35,8 @@ NUM_CALLS = "number of forwards"
 
 
 class Branching(nn.Module):
-    """An even token goes through `even`, an odd one through `odd`, of another size; every fourth through both. A token
-    from `again` on goes twice through `both`, which then gets two gradients in one backward."""
+    """Every token uses `both`. An even token also uses `even`; an odd one, and every fourth, also uses `odd`, which has
+    another size. From token `again` on, `both` is used twice and gets two gradients in one backward."""
 
     def __init__(self, again: int) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Branching(nn.Module):
 
 
 class CountedTokens:
-    """Sample i is the token i."""
+    """A dataset in which sample i is the token i."""
 
     def batch(self, samples: range) -> Batch:
         tokens = torch.tensor([[sample] for sample in samples])
@@ -83,17 +84,17 @@ def optimizer_of(model: nn.Module, shares: Shares, lanes: Lanes, ledger: DeviceL
 def states_after(
     directory: Path, world: World, shares: Shares, again: int = NO_TOKEN, *, behind: bool = True
 ) -> dict[str, Tensor]:
-    """Also the number of forwards."""
+    """The optimizer's states after NUM_STEPS steps of this rank, and the number of forwards under NUM_CALLS."""
     model, ledger = Branching(again), DeviceLedger(None)
     lanes = CpuLanes(HostSlab(HOST_BYTES), ledger)
     optimizer = optimizer_of(model, shares, lanes, ledger)
-    exchange: BackwardExchange | None = None
+    exchange: BackwardExchange | AfterBackward | None = None
 
     def take(name: str, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         optimizer.take(name, gradient)
-        if exchange is not None and behind:
+        if exchange is not None:
             exchange.taken(name)
 
     for name, parameter in model.named_parameters():
@@ -102,9 +103,10 @@ def states_after(
     settings = LoopSettings(NUM_STEPS, 1, 2 // world.size, 0.5, True, 100, 0, 1)
     with distributed.joined(world) as ranks:
         sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        total = ranks.gradient_sum(15, torch.float32, partial(torch.empty, dtype=torch.uint8), 1)
+        total = ranks.gradient_sum(15, torch.float32, partial(torch.empty, dtype=torch.uint8), 1, torch.device("cpu"))
         if total is not None:
-            exchange = BackwardExchange(total, optimizer, lanes, sizes, settings.num_micro_batches * behind)
+            kind = BackwardExchange if behind else AfterBackward
+            exchange = kind(total, optimizer, lanes, sizes, settings.num_micro_batches)
         run = Run(
             model=model,
             optimizer=optimizer,

@@ -8,6 +8,7 @@ from testbed import binaries
 
 
 def built_program(name: str, otherwise: str = "") -> str | None:
-    """As this checkout's test bed has it, from its cache; `otherwise`: one in PATH that does, too. Builds none."""
+    """Path of the program that this checkout's test bed built, or else of the program `otherwise` in PATH; None if
+    there is neither. Builds nothing."""
     found = binaries.built(name)
     return str(found) if found else shutil.which(otherwise) if otherwise else None

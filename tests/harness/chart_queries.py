@@ -11,7 +11,7 @@ from harness.patience import wait_until
 from testbed.client import Bed
 
 ANSWER_SECONDS = 30.0
-"""what happens last is scraped a little later"""
+"""Prometheus scrapes a job's last values only a little after its end"""
 
 
 def alert_query(name: str) -> str:
@@ -20,19 +20,19 @@ def alert_query(name: str) -> str:
 
 
 def shown(dashboard: str, namespace: str, job: str = "") -> list[tuple[str, str]]:
-    """Title and query of its panels and events."""
+    """Title and query of each panel and event of `dashboard`."""
     (model,) = (as_json(one) for one in dashboards.ALL if one.name == dashboard)
     return expressions(model, Chosen(namespace, job))
 
 
 def panel_query(dashboard: str, title: str, namespace: str, job: str = "") -> str:
-    """The first of a panel or event."""
+    """The first query of the panel or event that is called `title`."""
     return dict(reversed(shown(dashboard, namespace, job)))[title]
 
 
 def until_it_has_data(bed: Bed, dashboard: str, namespace: str, job: str, but: Collection[str]) -> None:
-    """Each query of a dashboard, also after the job's end, as it would have shown the job while it ran; `but`: titles
-    that may be empty."""
+    """Waits until each query of a dashboard has returned data within the last 10 minutes, so that it also works after
+    the job's end. Queries whose title is in `but` may be empty."""
     empty = set[str]()
 
     def has_data() -> bool:

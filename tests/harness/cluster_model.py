@@ -4,7 +4,7 @@
     Controllers Job controller (backoffLimit 0, podReplacementPolicy Failed), garbage collector, node controller, queue
     Operator    the real Worker, Observer, Applier and Store over `Client`, which can die or lose an answer at any write
 
-Nothing here waits: coroutines run to their end at once, and time is a number that the test moves.
+Nothing here waits: coroutines run to their end at once, and time is a number that the test advances.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class Server:
     now: float = 0.0
     version: int = 100
     writes: list[Write] = field(default_factory=list)
-    """by the operator"""
+    """by the operator, in order"""
     subscribers: list[Callable[[str, str, Object], None]] = field(default_factory=list)
     refuses: set[str] = field(default_factory=set)
-    """plurals that admission refuses to create"""
+    """plurals of the resources whose creation admission rejects"""
     pruned: set[str] = field(default_factory=set)
     """fields of status.attempts and status.progress that an older CRD drops"""
     uids: int = 0
     late: list[Callable[[], Object]] = field(default_factory=list)
-    """creations that are still under way"""
+    """creations that the server has not carried out yet"""
     landed_late: bool = False
 
     def new_uid(self) -> str:
@@ -101,7 +101,7 @@ class Server:
         return f"uid-{self.uids}"
 
     def put(self, plural: str, found: Object) -> Object:
-        """Store it, with the next resourceVersion."""
+        """Stores an object with the next resourceVersion, and tells the watches; returns a copy."""
         self.version += 1
         found["metadata"]["resourceVersion"] = str(self.version)
         self.objects[plural, found["metadata"]["name"]] = found
@@ -139,14 +139,14 @@ class Server:
 
 
 class Died(BaseException):
-    """The operator's process ended in the middle of a write; no `except Exception` sees that."""
+    """The operator's process ended in the middle of a write. A BaseException, so that no `except Exception` catches
+    it."""
 
 
 @dataclass
 class Fault:
-    """At the write after `writes_before` others: it lands or not, and the process dies or only the answer is lost.
-
-    A creation that lands late does so just before the operator's next write.
+    """A fault at the write after `writes_before` others: the server carries it out (`landed`) or not, and the process
+    dies (`dies`) or only the answer is lost. A `late` creation is carried out just before the operator's next write.
     """
 
     writes_before: int
@@ -156,7 +156,7 @@ class Fault:
 
 
 class Client:
-    """Has the methods of ApiClient that the shell calls."""
+    """A client with those methods of ApiClient that the operator's shell calls."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -261,7 +261,8 @@ class Client:
 
 
 class Operator:
-    """One process: real Worker, Observer, Applier, Store; the watches are an inbox that the test empties."""
+    """One process of the operator with the real Worker, Observer, Applier and Store. Events of watches wait in `inbox`
+    until the test delivers them."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.client, self.store = server, Client(server), Store()
@@ -274,7 +275,7 @@ class Operator:
                 self.store.put_attempt(project_attempt(copy.deepcopy(found)))
         self.notes: list[Any] = []
         self.counted: dict[tuple[str, str], list[float]] = {}
-        """metric and label -> what was added for service levels"""
+        """metric and label -> the values that were added, for service levels"""
         reservations = Reservations(15.0)
         as_it_is: Any = SimpleNamespace(applied=lambda job: (job, ()))
         cluster: Any = SimpleNamespace(refresh=_nothing, view=lambda job: ClusterView(), config=as_it_is)
@@ -283,7 +284,7 @@ class Operator:
         client: Any = self.client
         clock: Any = SimpleNamespace(time=lambda: server.now, call_at=self._timer)
         self.due: float | None = None
-        """when the operator itself wants to look again"""
+        """time at which the operator itself wants to look again"""
         self.outbox = ProgressOutbox()
         applier = Applier(client, self.store)
         began = server.now
@@ -291,7 +292,7 @@ class Operator:
         observer = Observer(client, self.store, cluster, reservations, lambda: FACTS, lambda: server.now, progress)
         self.queue: KeyQueue[Any] = KeyQueue(clock)
         self.ran_out: list[Escalation] = []
-        """what MemoryProfiles are told"""
+        """escalations that are reported to MemoryProfiles"""
         self.worker = _Worker(
             self, self.queue, observer, applier, self.outbox, events, exporter, None,
             worker.JobCallbacks(_forget, lambda _, ended: self.ran_out.extend(ended)),
@@ -302,7 +303,7 @@ class Operator:
         self.counted.setdefault((metric.name.removeprefix("spillway_operator_"), label), []).append(value)
 
     def look(self, fault: Fault | None = None) -> bool:
-        """One look; False when the process died in it."""
+        """Looks at the job once; returns False if the process died meanwhile."""
         self.client.fault, self.due = fault, None
         self.queue.forget(KEY)
         try:
@@ -314,7 +315,7 @@ class Operator:
         return True
 
     def deliver(self, plural: str, count: int | None = None) -> None:
-        """Hand the oldest events of a watch to the store."""
+        """Passes the oldest `count` events of a watch (None: all) to the store."""
         inbox = self.inbox[plural]
         given, inbox[:] = inbox[:count], inbox[len(inbox[:count]) :]
         for kind, found in given:
@@ -330,7 +331,8 @@ class Operator:
             self.deliver(plural)
 
     def _event(self, plural: str, kind: str, found: Object) -> None:
-        """A watch with a selector reports as deleted what loses its labels."""
+        """Puts an event into the inbox. As a watch with a selector does, it reports an object without the labels as
+        deleted."""
         if plural in self.inbox:
             seen = plural == "trainingjobs" or _is_watched(found)
             self.inbox[plural].append((kind if seen else "DELETED", found))
@@ -354,7 +356,7 @@ def _is_watched(found: Object) -> bool:
 
 
 def _must_not_fail(result: str, seconds: float) -> None:
-    """The worker survives its own bugs; a test must not."""
+    """Fails the test if a look raised; the worker itself would survive that."""
     assert result != "failed", "a look raised: see the log"
 
 
@@ -367,7 +369,7 @@ def _forget(key: object) -> None:
 
 
 def _run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """To its end, at once: nothing in this model waits."""
+    """Runs a coroutine to its end at once, because nothing in this model waits."""
     try:
         coroutine.send(None)
     except StopIteration:
@@ -382,7 +384,8 @@ _PLACEMENTS: Iterator[int] = iter(range(10**9))
 
 
 def place(job: TrainingJob, cluster: ClusterView) -> Placement:
-    """Never twice the same words, so that planning an attempt anew shows in its contract."""
+    """A placement whose reason is different every time, so that an attempt that is planned again has another
+    contract."""
     text = json.dumps(job.spec.model_dump(mode="json"), sort_keys=True)
     placed = _placement(f"{text} {cluster.corrections}", job, cluster)
     return replace(placed, reason=f"placement {next(_PLACEMENTS)}")
@@ -392,7 +395,8 @@ _PLACED: dict[str, Placement] = {}
 
 
 def _placement(text: str, job: TrainingJob, cluster: ClusterView) -> Placement:
-    """On one large node. As placement.place does it, the device's budget ends with the pod's limit."""
+    """A placement on one large node. As placement.place does, it lowers the device's budget to the planned bytes and
+    their margin, which the pod's limit covers."""
     if text not in _PLACED:
         node, ranks = local_node(2, 4 * GIB, 4 * GIB, 64 * GIB), job.spec.parallelism.devices_per_node
         world_size, corrections = job.spec.parallelism.world_size, cluster.corrections
@@ -429,7 +433,7 @@ class World:
     """spec.memory"""
     server: Server = field(default_factory=Server)
     uid: str = UID
-    """of the TrainingJob that has the name now"""
+    """of the TrainingJob that currently has the name"""
 
     def __post_init__(self) -> None:
         spec = json.loads(tiny_spec())
@@ -485,7 +489,7 @@ class World:
             self.edit(suspend=wanted)
 
     def edit(self, **fields: object) -> None:
-        """Of the spec; what is a map is merged."""
+        """Changes fields of the spec; a map is merged with the one that is there."""
         job = self.job
         for name, value in fields.items():
             known = job["spec"].get(name)
@@ -498,23 +502,25 @@ class World:
         return self.server.get("trainingjobs", NAME) is None
 
     def delete_job(self) -> None:
-        """kubectl delete, in the background: the garbage collector takes the children."""
+        """As kubectl delete in the background: the TrainingJob is gone, and the garbage collector deletes its children
+        later."""
         self.server.take("trainingjobs", NAME)
 
     def create_namesake(self, uid: str) -> None:
-        """Another TrainingJob of that name, while children of the one before may be left."""
+        """Creates another TrainingJob of the same name, while children of the earlier one may be left."""
         spec = json.loads(tiny_spec())
         spec["parallelism"] = {"nodes": self.num_nodes, "device": "Cpu"}
         self.uid = uid
         self._create(spec)
 
     def report(self, step: int, attempt: int = 1, release: bool = True, behind: float = 0.0) -> None:
-        """As it comes from the trainer, whose clock may be behind; perhaps its turn to be written has not come."""
+        """Puts a progress report of the trainer into the outbox. The trainer's clock is `behind` seconds behind.
+        Without `release`, the report may not be written yet."""
         own = {"epoch": attempt, "step": step, "steps": 100, "stepSeconds": 1.0,
                "lastStepTime": EPOCH_START + self.server.now - behind, "peak": {"device": 1}}  # fmt: skip
         said = ProgressReport.model_validate({"spillway": own})
         received = Received(said, self.uid, attempt, timestamp(self.server.now))
-        now = time.monotonic() + self.server.now  # the worker's clock for what it has written
+        now = time.monotonic() + self.server.now  # the clock that the worker uses for written reports
         self.operator.outbox.put(KEY, received, now)
         if release:
             self.operator.outbox.release(now)
@@ -529,7 +535,8 @@ class World:
         self.server.mark_deleted("pods", pod, GRACE)
 
     def plant_foreign(self, plural: str, attempt: int, labelled: bool = False) -> None:
-        """An object with the name of an attempt's child, and perhaps with copies of its labels."""
+        """Creates an object that has the name of an attempt's child but no owner; `labelled`: with the child's labels,
+        too."""
         name = f"{NAME}-{attempt}"
         labels = {
             "spillway.dev/job": NAME,
@@ -585,7 +592,7 @@ class World:
         self.server.put("pods", pod)
 
     def terminate_pods(self) -> None:
-        """Trainers that are asked to stop do."""
+        """Lets each trainer that was asked to stop do so."""
         for pod in self.pods():
             if _is_deleting(pod):
                 self.end_pod(pod, 75, termination(75, "stopped on request"))
@@ -598,7 +605,7 @@ class World:
             self.server.put("pods", pod)
 
     def lose_node(self, pod: Object) -> None:
-        """Its kubelet is silent from now on; the container goes on, for all anybody knows."""
+        """Loses the pod's node: its kubelet no longer reports, and the container may still be running."""
         if pod["status"]["phase"] in ("Pending", "Running"):
             pod["lost"] = True
             pod["lost_at"] = self.server.now
@@ -608,7 +615,7 @@ class World:
     # controllers
 
     def control(self) -> None:
-        """Every controller once: node controller, garbage collector, Job controller."""
+        """Runs every controller once: node controller, garbage collector, Job controller."""
         for pod in self.pods():
             if pod.get("lost") and not _is_deleting(pod) and self.server.now > pod["lost_at"] + 300:
                 pod["status"]["conditions"].append(
@@ -626,7 +633,8 @@ class World:
             self._control_job(attempt)
 
     def _collect_garbage(self) -> None:
-        """Children of TrainingJobs that are gone; a TrainingJob that is deleted in the foreground waits for them."""
+        """Deletes the children of TrainingJobs that are gone or being deleted; a TrainingJob that is deleted in the
+        foreground is removed once it has no children."""
         jobs = {found["metadata"]["uid"]: found for found in self.server.all("trainingjobs")}
         for plural in ("jobs", "configmaps", "services"):
             for found in self.server.all(plural):
@@ -712,7 +720,7 @@ class World:
             self.server.mark_deleted("pods", pod, GRACE)
 
     def _forget_ended(self, pods: list[Object], all_of_them: bool = False) -> None:
-        """Pods that ended and are being deleted go; their Job has counted them."""
+        """Removes pods that have ended and are being deleted (or all that have ended); their Job has counted them."""
         for pod in pods:
             if pod["status"]["phase"] in ("Failed", "Succeeded") and (all_of_them or _is_deleting(pod)):
                 self.server.take("pods", pod["metadata"]["name"])
@@ -727,7 +735,7 @@ class World:
             self.restart_operator()
 
     def settle(self, most: int = 12) -> None:
-        """All events delivered, and looks until one writes nothing."""
+        """Delivers all events and looks, repeatedly, until a look writes nothing; AssertionError after `most` looks."""
         for _ in range(most):
             self.operator.deliver_all()
             before = len(self.server.writes)
@@ -737,7 +745,7 @@ class World:
         raise AssertionError(f"no rest after {most} looks; the last writes: {self.server.writes[-6:]}")
 
     def advance(self, seconds: float) -> None:
-        """A kubelet that answers kills what is left when the grace period ends."""
+        """Advances the time. Pods whose grace period is over are killed by their kubelet, unless it is lost."""
         self.server.now += seconds
         for pod in self.pods():
             if _is_deleting(pod) and self.server.now >= seconds_of(pod["metadata"]["deletionTimestamp"]):
@@ -748,7 +756,8 @@ class World:
 
 
 def rounds(world: World, count: int = 3, seconds: float = 2.0) -> None:
-    """The ordinary course: everybody acts, the watches deliver, the operator looks."""
+    """Plays `count` rounds of the ordinary course: watches deliver, the operator looks, controllers and kubelets
+    act."""
     for _ in range(count):
         world.operator.deliver_all()
         world.look()

@@ -17,14 +17,14 @@ USER = 1000
 
 
 def built_trainer() -> Path:
-    """The archive of the image, built if the one of this checkout is not there."""
+    """The archive of this checkout's trainer image, which is built if it does not exist yet."""
     run(sys.executable, str(ROOT / "hack" / "images.py"), "trainer")
     found = json.loads((cache() / "images" / "trainer.json").read_text(encoding="utf-8"))
     return Path(found["archive"])
 
 
 def unpack(archive: Path, bundle: Path) -> dict[str, Any]:
-    """The image's files in bundle/rootfs; its settings (Env, User, Entrypoint)."""
+    """Unpacks the image's files into bundle/rootfs; returns the image's settings (Env, User, Entrypoint)."""
     root = bundle / "rootfs"
     root.mkdir(parents=True)
     with tarfile.open(archive) as image:
@@ -43,7 +43,8 @@ def unpack(archive: Path, bundle: Path) -> dict[str, Any]:
 def run_offline(
     bundle: Path, command: list[str], environment: list[str], folder: Path
 ) -> subprocess.CompletedProcess[str]:
-    """As uid 1000 without capabilities, root file system read-only, no network; `folder` is mounted where it is."""
+    """Runs `command` in the bundle as uid 1000 without capabilities and without network. The root file system is
+    read-only; `folder` is mounted at its own path."""
     run("runc", "spec", "--bundle", str(bundle))
     file = bundle / "config.json"
     given = json.loads(file.read_text(encoding="utf-8"))

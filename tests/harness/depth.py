@@ -1,12 +1,12 @@
 """How much of the suite runs: SPILLWAY_DEPTH is `quick` (`make test`, the default), `ci` (`.ci/run`) or `all`.
 
 @pytest.mark.ci       this test runs from depth ci on
-@pytest.mark.full     this test runs at depth all only
-@pytest.mark.sweep    of its parameters' product: each value once at quick, each pair of values at ci
-sweep(*axes)          the same for a product that a test goes through itself
-some(values, 12)      twelve of a list at quick, evenly spread; all of it from ci on
+@pytest.mark.full     this test runs only at depth all
+@pytest.mark.sweep    covers each value of its parameters at quick, each pair of values at ci, their product at all
+sweep(*axes)          the same for a product over which a test iterates itself
+some(values, 12)      twelve values of a list at quick, evenly spread; all of them from ci on
 at(1, 20, 100)        a number (or anything) for each depth
-examples(100)         so many of Hypothesis' examples at all, fewer below
+examples(100)         the number of Hypothesis' examples: 100 at all, fewer at lower depths
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ def at(quick: T, ci: T, everything: T) -> T:
 
 
 def some(values: Iterable[T], quick: int) -> list[T]:
-    """At depth quick so many of them, evenly spread."""
+    """At depth quick, `quick` of the values, evenly spread; at greater depths, all of them."""
     every = list(values)
     number = at(min(quick, len(every)), len(every), len(every))
     return [every[i * len(every) // number] for i in range(number)]
 
 
 def examples(number: int) -> int:
-    """How many of Hypothesis' examples a property that is worth `number` of them gets."""
+    """The number of Hypothesis' examples at this depth, for a property that gets `number` of them at depth all."""
     return at(max(5, number // 6), number // 2, number)
 
 
 def sweep(*axes: Iterable[Any], quick: int = 1, ci: int = 2) -> list[tuple[Any, ...]]:
-    """Cells of the product of `axes`: as many as cover each choice of `quick` (or `ci`) values of different axes.
-
-    In the product's order, the same in every process; at depth all the whole product.
+    """Cells of the product of `axes` that together contain every combination of `quick` (at depth ci: `ci`) values of
+    different axes. They are in the product's order, the same in every process. At depth all, the whole product.
     """
     values = [list(axis) for axis in axes]
     cells = list(itertools.product(*(range(len(axis)) for axis in values)))
@@ -57,9 +56,8 @@ def sweep(*axes: Iterable[Any], quick: int = 1, ci: int = 2) -> list[tuple[Any, 
 
 
 def covering(cells: Sequence[tuple[int, ...]], strength: int) -> list[tuple[int, ...]]:
-    """A greedy covering array out of `cells`, those of lesser strengths first, so that greater depths only add to it.
-
-    All cells where `strength` is 0 or no less than their length.
+    """A greedy covering array of `strength`, chosen from `cells`. It contains the arrays of lower strengths, so that
+    greater depths only add cells. Returns all cells if `strength` is 0 or at least their length.
     """
     if not cells or not 0 < strength < len(cells[0]):
         return list(cells)

@@ -1,4 +1,4 @@
-"""Nodes of a test's own that KWOK plays, in pools that jobs select."""
+"""Fake nodes that a test creates for itself and KWOK simulates, in pools that jobs select."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRODUCTS = {"h100": ("NVIDIA-H100-80GB-HBM3", "81559"), "a100": ("NVIDIA-A100-SX
 
 
 def node(name: str, pool: str, product: str = "", **capacity: str) -> Document:
-    """A fake node; with a product, 8 GPUs of it."""
+    """A fake node; with a product, it has 8 GPUs of that product."""
     labels = {"type": "kwok", POOL: pool, "kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
     has = {"cpu": "96", "memory": "1Ti", "ephemeral-storage": "4Ti", "pods": "110"} | capacity
     if product:
@@ -29,7 +29,7 @@ def node(name: str, pool: str, product: str = "", **capacity: str) -> Document:
 
 
 def reserved(name: str, pool: str, **capacity: str) -> Document:
-    """A fake node for jobs of `on_reserved` alone: tests that run at the same time do not get it."""
+    """A fake node whose taint only jobs from `on_reserved` tolerate: tests that run at the same time cannot use it."""
     found = node(name, pool, **capacity)
     found["spec"]["taints"] = [*found["spec"]["taints"], {"key": POOL, "value": pool, "effect": "NoSchedule"}]
     return found
@@ -44,7 +44,7 @@ def on_reserved(job: Document, pool: str) -> Document:
 
 
 def nodes_of(spillway: Installed, found: list[Document], what: Any) -> Iterator[Any]:
-    """`what`, while these nodes exist."""
+    """Yields `what` while the nodes `found` exist: creates them before, and deletes them afterwards."""
     spillway.bed.apply(*found)
     names = [each["metadata"]["name"] for each in found]
     try:

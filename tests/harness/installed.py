@@ -21,21 +21,21 @@ from testbed.layout import PROMETHEUS, REPOSITORY
 CHART = REPOSITORY / "charts" / "spillway"
 EXAMPLES = REPOSITORY / "examples"
 WANTED = Wanted(fake_nodes=4, fake_gpus=4, prometheus=True, kueue=True)
-"""of the test bed"""
+"""the parts of the test bed that the tests need"""
 RELEASE = "spillway"
 SYSTEM_NAMESPACE = "spillway-system"
 OF_THE_OPERATOR = "app.kubernetes.io/name=spillway"
 OPERATOR_USER = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{RELEASE}"
 HOST_MOUNT_IMAGE = {"repository": "local/hostroot", "tag": "1"}
-"""this machine's programs and this checkout's Python: quick, and said so in results"""
+"""an image that has this machine's programs and this checkout's Python: quick to start; results mention it"""
 KWOK_TOLERATION = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
 ON_REAL_NODES = ("nodeExporter.tolerations=null",)
-"""node exporters, because on fake ones no program runs"""
+"""places node exporters on real nodes only, because no program runs on fake ones"""
 TRAINERS = (
     "import os, signal; [os.kill(int(p), signal.{signal}) for p in os.listdir('/proc') if p.isdecimal() and "
     "b'spillway_trainer' in open(f'/proc/{{p}}/cmdline', 'rb').read().split(b'\\0')]"
 )
-"""sends a signal to the ranks of a pod, not to the launcher"""
+"""Python code that sends a signal to the ranks of a pod, but not to the launcher"""
 FILL = """
 import os, time
 for _ in range(200):
@@ -45,37 +45,38 @@ for _ in range(200):
         os._exit(0)
     time.sleep(0.05)
 """
-"""many small processes: the rank stays the largest, and that is the one that the kernel takes"""
+"""Python code that fills a pod's memory with many small processes: the rank stays the largest process, so that the
+kernel's OOM killer chooses it"""
 REPLICAS = 2
-"""of the operator, as the chart has them"""
+"""of the operator, as in the chart"""
 LONG = 100_000
-"""steps: it runs until it is made to end"""
+"""steps of a job that runs until a test ends it"""
 PAIR_SECONDS = 90.0
-"""two ranks of a tiny model on two shared cores, from creation to Complete"""
+"""limit for two ranks of a tiny model on two shared cores, from creation to Complete"""
 
 Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The release, and what a test asks about jobs."""
+    """The installed release, and methods with which tests look at jobs."""
 
     bed: Bed
 
     def create(self, job: Document) -> Document:
-        """Create it; the object as the API server has it."""
+        """Creates a job; returns the object as the API server has it."""
         text = self.bed.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(job))
         found: Document = json.loads(text)
         return found
 
     def job(self, namespace: str, name: str) -> Document:
-        """As the API server has it; a job that the operator has not looked at yet has an empty status."""
+        """The job as the API server has it; its status is empty if the operator has not looked at it yet."""
         found: Document = self.bed.get("trainingjobs.spillway.dev", name, "--namespace", namespace)
         found.setdefault("status", {})
         return found
 
     def change(self, namespace: str, name: str, spec: Document) -> None:
-        """Merge `spec` into the job's."""
+        """Merges `spec` into the job's spec."""
         kind_and_name, merge = f"trainingjobs.spillway.dev/{name}", ("--type=merge", "-p", json.dumps({"spec": spec}))
         self.bed.kubectl("patch", kind_and_name, "-n", namespace, *merge)
 
@@ -84,7 +85,7 @@ class Installed:
         return next((condition for condition in conditions if condition["type"] == kind), {})
 
     def wait(self, namespace: str, name: str, condition: str, seconds: float = PAIR_SECONDS) -> Document:
-        """The job, once the condition is True."""
+        """Waits until the condition is True; returns the job."""
         self.bed.kubectl(
             "wait", f"--for=condition={condition}", f"trainingjobs.spillway.dev/{name}", "--namespace", namespace,
             f"--timeout={int(seconds)}s",
@@ -92,7 +93,7 @@ class Installed:
         return self.job(namespace, name)
 
     def until_reason(self, namespace: str, name: str, reason: str, seconds: float = PAIR_SECONDS) -> None:
-        """Until a condition of the job has that reason."""
+        """Waits until a condition of the job has that reason."""
 
         def has(job: Document) -> bool:
             return any(one.get("reason") == reason for one in job["status"].get("conditions", []))
@@ -102,7 +103,7 @@ class Installed:
     def until(
         self, what: Callable[[Document], bool], namespace: str, name: str, seconds: float = PAIR_SECONDS
     ) -> Document:
-        """The job, once `what` holds of it."""
+        """Waits until `what` returns True for the job; returns the job."""
         found: Document = {}
 
         def reached() -> bool:
@@ -114,7 +115,8 @@ class Installed:
         return found
 
     def until_measured(self, wanted: dict[str, float]) -> None:
-        """Until Prometheus, which scrapes every two seconds, answers each query with one series of this value."""
+        """Waits until Prometheus, which scrapes every two seconds, answers each query with one series of the wanted
+        value."""
         found: dict[str, list[float]] = {}
 
         def reached() -> bool:
@@ -128,12 +130,12 @@ class Installed:
         return found
 
     def signal(self, namespace: str, name: str, signal: str) -> None:
-        """To the ranks in a job's pod."""
+        """Sends a signal to the ranks in the job's first pod."""
         pod = self.children("pod", namespace, name)[0]["metadata"]["name"]
         self.bed.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", TRAINERS.format(signal=signal))
 
     def writes(self, since: int, namespace: str, user: str = OPERATOR_USER) -> list[Request]:
-        """What the operator wrote in a namespace, events and memory profiles apart."""
+        """The operator's writing requests in a namespace, except those to events, memory profiles and token reviews."""
         return [
             request
             for request in self.bed.requests(since, user)
@@ -146,18 +148,18 @@ class Installed:
         return self.bed.kubectl("logs", "-l", OF_THE_OPERATOR, "-n", SYSTEM_NAMESPACE, "--tail=60", "--prefix")
 
     def operator_pods(self) -> list[Document]:
-        """That are not about to end."""
+        """The operator's pods that are not being deleted."""
         found = self.bed.read(f"/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?labelSelector={OF_THE_OPERATOR}")
         return [pod for pod in found.get("items", []) if "deletionTimestamp" not in pod["metadata"]]
 
     def lease(self) -> Document:
-        """Its spec."""
+        """The spec of the operator's lease; empty if there is none."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/leases/{RELEASE}"
         found: Document = self.bed.read(path).get("spec", {})
         return found
 
     def leader(self, seconds: float = 60.0, other_than: str = "") -> str:
-        """Name of the pod that leads, once there is one."""
+        """Waits until a pod other than `other_than` leads; returns its name."""
         names: list[str] = []
 
         def reached() -> bool:
@@ -171,7 +173,7 @@ class Installed:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """No operator in the cluster meanwhile."""
+        """Scales the operator to 0 replicas for the duration of the block."""
         with self.scaled(0):
             yield
 
@@ -198,16 +200,16 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class OperatorImage:
-    """As imported into the bed's containerd."""
+    """The operator's image as imported into the bed's containerd."""
 
     name: str
     """repository:tag"""
     layers: tuple[int, ...]
-    """uncompressed bytes"""
+    """uncompressed bytes of each"""
 
 
 def install(bed: Bed, image: OperatorImage, values: tuple[str, ...] = ON_REAL_NODES) -> Installed:
-    """`values`: more of them, as `--set` takes them."""
+    """Installs or upgrades the release. `values`: further values, as `--set` takes them."""
     bed.helm(
         "upgrade", "--install", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE, "--create-namespace",
         "--values", write_values(bed, image), *settings_of(values), "--wait", "--timeout", "90s",
@@ -216,7 +218,7 @@ def install(bed: Bed, image: OperatorImage, values: tuple[str, ...] = ON_REAL_NO
 
 
 def write_values(bed: Bed, image: OperatorImage) -> Path:
-    """A values file for this bed."""
+    """Writes a values file for this bed."""
     repository, tag = image.name.rsplit(":", 1)
     values = {
         "image": {"repository": repository, "tag": tag},
@@ -229,7 +231,7 @@ def write_values(bed: Bed, image: OperatorImage) -> Path:
 
 
 def example(name: str, namespace: str, **changes: object) -> Document:
-    """A job of examples/ in a namespace; `changes` are dotted fields below spec, `__` for the dot."""
+    """A job of examples/ in a namespace. `changes`: fields below spec as dotted paths, with `__` for the dot."""
     documents = yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8"))
     job: Document = next(document for document in documents if document["kind"] == "TrainingJob")
     return changed(job, namespace, **changes)
@@ -255,7 +257,7 @@ def named(job: Document, name: str) -> Document:
 
 
 def running_for_an_hour(job: Document) -> Document:
-    """On fake nodes, and its pods outlast the test: an end would be a reason to write."""
+    """The job on fake nodes, with pods that outlast the test: if they ended, the operator would have to write."""
     delays = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
     job = copy.deepcopy(job)
     job["spec"].setdefault("pod", {})["annotations"] = delays
@@ -263,12 +265,13 @@ def running_for_an_hour(job: Document) -> Document:
 
 
 def on_fake_nodes(job: Document) -> Document:
-    """For KWOK: the pods exist for the API server only, and end as annotations say."""
+    """The job for nodes that KWOK simulates: its pods exist in the API server only, and end as their annotations
+    say."""
     job = copy.deepcopy(job)
     scheduling = job["spec"].setdefault("scheduling", {})
     scheduling["nodeSelector"] = {"type": "kwok", **scheduling.get("nodeSelector", {})}
     scheduling["tolerations"] = [KWOK_TOLERATION]
-    # Else each asks for a quarter of the node's 96 cores.
+    # By default, each pod would request a quarter of the node's 96 cores.
     job["spec"].setdefault("pod", {})["resources"] = {"cpu": "100m"}
     return job
 

@@ -1,4 +1,4 @@
-"""Two ranks of DeepSpeed (ZeRO 1, 2, 3) and of FSDP2 on a CPU: each trains on from its own checkpoint, and from ours.
+"""Two ranks of DeepSpeed (ZeRO 1, 2, 3) and of FSDP2 on a CPU: each continues from its own checkpoint and from ours.
 
 `python interchange_engines.py DIRECTORY`, once for each rank (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set);
 rank 0 writes DIRECTORY/results.json: {case: {claim: holds}}. One pair of processes for all cases, because importing
@@ -27,7 +27,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Mlp(nn.Module):
-    """Sizes that no number of ranks divides, a bias per layer, one parameter that is frozen."""
+    """A model with sizes that no number of ranks divides, a bias per layer, and one frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def train_engine(engine: Any, first: int, count: int) -> list[float]:
 
 
 def same_as_saved(engines: list[Any], directory: Path) -> bool:
-    """Whether two engines save the same states; what pads them to the number of ranks is none."""
+    """Whether two engines save the same states, apart from the padding to the number of ranks."""
     from spillway_trainer.interchange.importing import open_foreign
 
     for number, engine in enumerate(engines):
@@ -112,7 +112,7 @@ def engine_case(directory: Path, stage: int) -> dict[str, bool]:
     ours.load_checkpoint(str(directory / "ours"))
     claims["steps"] = ours.global_steps == STEPS_BEFORE
     if stage == 3:
-        # DeepSpeed gives one step tensor to all sub-groups of ZeRO-3, from its own converter's files, too.
+        # DeepSpeed lets all sub-groups of ZeRO-3 share one step tensor, also if it loads its own converter's files.
         shared = ours.optimizer.optimizer.state.values()
         claims["one_step_tensor_for_all"] = len({id(state["step"]) for state in shared}) == 1
         for state in shared:
@@ -124,7 +124,8 @@ def engine_case(directory: Path, stage: int) -> dict[str, bool]:
 
 
 def converted(directory: Path, tag: Path) -> dict[str, bool]:
-    """Its checkpoint -> ours -> universal; beside it DeepSpeed's own conversion of the same checkpoint."""
+    """Converts DeepSpeed's checkpoint `tag` to ours, and ours to a universal one; compares the result with DeepSpeed's
+    own conversion of the same checkpoint."""
     from deepspeed.checkpoint import ds_to_universal
 
     from spillway_trainer.interchange.importing import open_foreign
@@ -222,7 +223,8 @@ def shard_case(directory: Path, flatten: bool) -> dict[str, bool]:
 
 
 def export(directory: Path, foreign: Any, form: Any) -> int:
-    """Foreign states -> a checkpoint of ours -> DIRECTORY/ours; returns its number of updates."""
+    """Writes foreign states as a checkpoint of ours, and exports that to DIRECTORY/ours; returns its number of
+    updates."""
     from cases.checkpoint_cases import training_state
     from spillway_trainer.checkpoints.directory import Epoch
     from spillway_trainer.checkpoints.tensors import save
@@ -248,7 +250,7 @@ def same(these: list[Tensor], those: list[Tensor]) -> bool:
 
 
 def everywhere(claims: dict[str, bool]) -> dict[str, bool]:
-    """A claim holds when it holds on every rank that made it."""
+    """The claims of all ranks; a claim holds if it holds on every rank that made it."""
     gathered: list[dict[str, bool]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, claims)
     return {claim: all(of_rank.get(claim, True) for of_rank in gathered) for one in gathered for claim in one}
@@ -259,7 +261,7 @@ def main(directory: Path) -> None:
     import deepspeed
     from deepspeed.comm import torch as deepspeed_comm
 
-    deepspeed_comm.build_shm_op = lambda: None  # would compile an operator, which these sizes need not
+    deepspeed_comm.build_shm_op = lambda: None  # it would compile an operator that these sizes do not need
     deepspeed.init_distributed(dist_backend="gloo")
     cases: dict[str, Callable[[Path], dict[str, bool]]] = {
         **{f"zero-{stage}": lambda path, stage=stage: engine_case(path, stage) for stage in (1, 2, 3)},  # type: ignore[misc]

@@ -35,12 +35,13 @@ POINTS = {
     "states on their way from NVMe": (f"{OFFLOAD}.nvme_states", "NvmeStates", "read"),
     "states on their way to NVMe": (f"{OFFLOAD}.nvme_states", "NvmeStates", "write"),
 }
-"""module, class, name of the functions that an attempt can be killed in"""
+"""point -> module, class and name of the function at whose call an attempt can be killed"""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Before this call of the function of POINTS, counted from 1 in one attempt; 0: never."""
+    """Kills an attempt just before call number `call` of the function POINTS[point]. Calls of an attempt are counted
+    from 1; 0: never."""
 
     point: str
     call: int = 0
@@ -48,7 +49,7 @@ class Kill:
 
 
 def calls_file(job: JobFile, point: str) -> Path:
-    """A byte for every call that an attempt made."""
+    """The file with one byte for every call of the point's function that the attempt made."""
     return Path(job.output_directory) / f"{point}.{job.epoch}.calls"
 
 

@@ -1,6 +1,6 @@
 """Real trainer runs for tests: a small job on real text, under a plan that uses every technique and every tier.
 
-Attempts are forked from a server that has imported torch already, so that a hundred kills cost minutes.
+Attempts are forked from a server that has already imported torch, so that a hundred kills take only minutes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import sysconfig
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,11 @@ spec:
   checkpoint: {everySteps: 3}
 """
 MODULES = ("argparse.py", "dataclasses.py", "enum.py", "inspect.py", "typing.py", "tarfile.py")
-"""real text, small: these sources of the standard library"""
+"""a small amount of real text: these source files of the standard library"""
 
 
 def write_text(directory: Path) -> Path:
-    """A small corpus of real text."""
+    """Writes a small amount of real text; returns `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     library = Path(sysconfig.get_path("stdlib"))
     for name in MODULES:
@@ -49,7 +50,7 @@ def write_text(directory: Path) -> Path:
 
 
 def spread_plan(num_layers: int = 4) -> MemoryPlan:
-    """Every path of both techniques at once: nothing about it is optimal."""
+    """A plan that takes every path of both techniques at once, and is optimal in no respect."""
     answers = (Policy.KEEP, *[Policy.NVME, Policy.HOST, Policy.RECOMPUTE, Policy.NVME][:num_layers], Policy.KEEP)
     return MemoryPlan(
         job="small",
@@ -70,7 +71,7 @@ def spread_plan(num_layers: int = 4) -> MemoryPlan:
 
 
 def disabled_plan(num_layers: int = 4) -> MemoryPlan:
-    """memory.mode Disabled: everything resident, no hooks."""
+    """The plan of memory.mode Disabled: everything is resident, and there are no hooks."""
     return spread_plan(num_layers).model_copy(
         update={"mode": "Disabled", "optimizer": OptimizerPlan(), "activations": ActivationPlan(), "snapshot_bytes": 0}
     )
@@ -117,11 +118,13 @@ def run_attempt(job: JobFile, plan: MemoryPlan) -> None:
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["harness.local_runs", "spillway_trainer.__main__", "sympy"])
-"""torch imports sympy in the first step"""
+"""sympy, because torch imports it in the first step"""
 
 
-def start_attempt(job: JobFile, plan: MemoryPlan) -> BaseProcess:
-    process = CONTEXT.Process(target=run_attempt, args=(job, plan))
+def start_attempt(
+    job: JobFile, plan: MemoryPlan, run: Callable[[JobFile, MemoryPlan], None] = run_attempt
+) -> BaseProcess:
+    process = CONTEXT.Process(target=run, args=(job, plan))
     process.start()
     return process
 
@@ -135,7 +138,7 @@ def complete(job: JobFile, plan: MemoryPlan) -> int:
 
 
 def events(output: Path, event: str) -> list[dict[str, Any]]:
-    """Whole lines of run.jsonl of one kind, in order."""
+    """The events of one kind from complete lines of run.jsonl, in order."""
     path = output / "run.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = []
@@ -143,7 +146,7 @@ def events(output: Path, event: str) -> list[dict[str, Any]]:
         try:
             entry = json.loads(line)
         except ValueError:
-            continue  # the line that a kill cut off
+            continue  # a kill cut this line off
         if entry["event"] == event:
             found.append(entry)
     return found

@@ -1,4 +1,4 @@
-"""The C++ tests, built once for each state of csrc/, options and compiler, in a cache outside the tree."""
+"""Builds the C++ tests once for each state of csrc/, the options and the compiler, in a cache outside the tree."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from testbed.layout import cache
 
 CACHE = cache().with_name("native-tests")
 MOST_BUILDS = 12
-"""kept, the newest; a build is some 40 MB"""
+"""The newest builds are kept, up to so many; a build has about 40 MB."""
 
 
 def run(*command: str) -> str:
-    """Standard output of a command that must succeed."""
+    """Runs a command that must succeed; returns its standard output."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout
 
 
 def built(compiler: str, options: list[str], targets: list[str] | None = None) -> Path:
-    """The folder of the built tests; `targets`: these only."""
+    """Builds the tests (only `targets`, if given) unless they are in the cache; returns their folder."""
     sources = [ROOT / "CMakeLists.txt", *sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
     parts = [run(compiler, "--version"), *options, *(targets or ())]
     parts += [f"{path.relative_to(ROOT)}\n{path.read_text(encoding='utf-8')}" for path in sources]

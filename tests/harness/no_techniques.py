@@ -1,4 +1,4 @@
-"""What the step loop tells the techniques of a plan, where there are none."""
+"""A stand-in for the techniques of a plan, in runs that use none: it does nothing, and all its figures are zero."""
 
 
 class NoTechniques:

@@ -1,4 +1,4 @@
-"""Single observations for `reconcile`, and what it answers."""
+"""Single observations for `reconcile`, and its answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def job_object(changes: dict[str, Any] | None = None, status: dict[str, Any] | N
 
 
 def observed(changes: dict[str, Any] | None = None, status: dict[str, Any] | None = None, **more: Any) -> Observed:
-    """Everything that can be asked for was looked at, and is empty."""
+    """An observation in which everything that can be asked for has been looked up, and nothing was found."""
     fields: dict[str, Any] = {
         "attempts": (),
         "contracts": (),
@@ -49,6 +49,6 @@ def condition(desired: Desired, type_: str) -> dict[str, Any]:
 
 
 def follow_up(seen: Observed, desired: Desired) -> Observed:
-    """The same look after the status was written."""
+    """The same observation after the desired status was written."""
     assert desired.status is not None
     return replace(seen, job=replace(seen.job, status=json.dumps(desired.status).encode()))

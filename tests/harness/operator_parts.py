@@ -1,4 +1,4 @@
-"""Parts of the operator for tests: objects as the API server sends them, and a client of the fake one."""
+"""Parts of the operator for tests: objects as the API server sends them, and a client of the fake API server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator as a process of this machine, with the rights of the chart's ServiceAccount: for tests that kill it."""
+"""The operator as a process on this machine, with the rights of the chart's ServiceAccount: for tests that kill it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READY_SECONDS = 30.0
 
 
 def write_kubeconfig(path: Path, server: str, authority: Path | None, token: str) -> Path:
-    """A kubeconfig for a bearer token; `authority` None for a plain HTTP proxy."""
+    """Writes a kubeconfig for a bearer token. `authority` is None if the server is a proxy without TLS."""
     cluster = {"server": server} | ({"certificate-authority": str(authority)} if authority else {})
     content = {
         "apiVersion": "v1", "kind": "Config", "current-context": "test",
@@ -62,7 +62,7 @@ class OperatorProcess:
             return False
 
     def kill(self) -> None:
-        """kill -9, by recorded id; nothing is flushed."""
+        """Ends the process with SIGKILL, so that it flushes nothing."""
         self.process.kill()
         self.process.wait(10)
 

@@ -1,4 +1,4 @@
-"""The commands that the pages show, and a shell that runs them as they are written."""
+"""The commands that the documentation pages show, and a shell that runs them as they are written."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from harness.places import ROOT
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").iterdir())]
 RUNBOOKS = ROOT / "docs" / "runbooks.md"
-"""Its commands have placeholders and need a fault to look at: tests/contract/test_alerts.py parses them instead, and
-tests/cluster/alone/test_alerts.py runs those of the faults that it makes."""
+"""Its commands have placeholders and examine a fault. Therefore tests/contract/test_alerts.py only parses them, and
+tests/cluster/alone/test_alerts.py runs the commands for the faults that it causes."""
 INHIBITED = {
     (firing, silenced): labels
     for firing, others, labels in re.findall(
@@ -24,21 +24,21 @@ INHIBITED = {
     )
     for silenced in others.split(", ")
 }
-"""(alert, what it silences) -> labels that are equal, as the runbook's table says"""
+"""(alert, alert that it silences) -> labels that both must have in common, from the runbook's table"""
 SECTIONS = dict(re.findall(r"^## (Spillway\w+)\n(.*?)(?=^## |\Z)", RUNBOOKS.read_text("utf-8"), re.M | re.S))
-"""alert -> the runbook's text"""
+"""alert -> text of its section in the runbook"""
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SHELLS = ("bash", "sh", "shell", "console")
 PROGRAM = re.compile(
     r"(?:\w+=\S+ )*(?:\S*/)?(?:spillway|python3?|pip|uv|make|kubectl|helm|docker|kind|git|curl|export|mkdir|cd)\s"
 )
-"""what a line of a shell begins with; a block without a language in which a line does is one of commands"""
+"""the beginning of a line with a command; a block without a language has commands if one of its lines begins so"""
 WATCHES = re.compile(r" (?:--watch|-w)\b")
-"""goes on until somebody ends it"""
+"""marks a command that runs until somebody ends it"""
 
 
 def commands_of(page: Path) -> list[str]:
-    """In their order, without comments; continued lines are joined."""
+    """The commands of a page, in order and without comments; continued lines are joined."""
     text = page.read_text(encoding="utf-8")
     if page.suffix != ".md":
         comments = re.findall(r"^(?:#  +| {4})(\S.*)$", text, flags=re.MULTILINE)
@@ -47,12 +47,12 @@ def commands_of(page: Path) -> list[str]:
 
 
 def commands_in(text: str) -> list[str]:
-    """The same, of Markdown."""
+    """The commands of a Markdown text, likewise."""
     found: list[str] = []
     for indent, language, body in BLOCK.findall(text):
         lines = [line.removeprefix(indent) for line in body.replace("\\\n", " ").splitlines()]
         if shown := [line[2:] for line in lines if line.startswith("$ ")]:
-            found += map(bare, shown)  # the other lines are what they print
+            found += map(bare, shown)  # the other lines are their output
         elif language in SHELLS or (not language and any(map(PROGRAM.match, lines))):
             found += [bare(line) for line in lines if bare(line)]
     return found
@@ -63,24 +63,26 @@ def bare(line: str) -> str:
 
 
 def without_makes(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of the `make` that runs the tests, nothing goes to a page's: its ARGS are another target's."""
+    """`environment` without the variables of the `make` that runs the tests: its ARGS would reach a page's `make`,
+    where they belong to another target."""
     return {name: value for name, value in environment.items() if name not in ("ARGS", "MAKEFLAGS", "MAKELEVEL")}
 
 
 @dataclass
 class Shell:
-    """Runs commands one after the other in a directory; what one exports the next ones have."""
+    """Runs commands one after the other in a directory; later commands have the variables that earlier ones
+    exported."""
 
     directory: Path
     environment: Mapping[str, str]
     replaced: Mapping[str, str] = field(default_factory=dict)
-    """text of a page -> what stands for it here"""
+    """text of a page -> its replacement in this test"""
     accepted: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """command -> exit codes; others end with 0"""
+    """command -> its accepted exit codes; all other commands must exit with 0"""
     exports: list[str] = field(default_factory=list)
 
     def run(self, command: str) -> str:
-        """What it printed. Raises AssertionError where it failed."""
+        """Runs `command`; returns what it printed. Raises AssertionError if it fails."""
         text = command
         for placeholder, here in self.replaced.items():
             text = text.replace(placeholder, here)
@@ -107,6 +109,6 @@ class Shell:
 
 
 def signal_group(group: int) -> None:
-    """End what is left of a command."""
+    """Ends the processes that are left of a command."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Trains a parity model with activation spilling on or off; what must be equal is compared bit by bit."""
+"""Trains a parity model with activation spilling on or off; all that must be equal is compared bit by bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spillway_trainer.tiers.nvme_slab import NvmeSlab, OpenFile
 MINIMUM_BYTES = 256
 BATCH, LENGTH = 2, 8
 MIXED = (Policy.KEEP, Policy.NVME, Policy.RECOMPUTE, Policy.HOST)
-"""embedding, block0, block1, head"""
+"""of embedding, block0, block1 and head"""
 RATES = {
     Lane.COMPUTE: 4e9,
     Lane.H2D: 1e9,
@@ -54,7 +54,7 @@ ANSWERS: dict[str, tuple[Policy, ...]] = {
 
 @dataclass
 class Outcome:
-    """Everything that must be the same bits with every plan, and what the run left behind."""
+    """All tensors that must be equal bit by bit under every plan, and what the run left behind."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     schedule: TracedSchedule | None = None
@@ -121,7 +121,8 @@ def train(
     steps: int = 2,
     before_backward: Callable[[Spilling], None] = lambda _: None,
 ) -> Outcome:
-    """`steps` SGD steps of parity model `name`; `attach` None is plain autograd without any hook."""
+    """Makes `steps` SGD steps with parity model `name`. If `attach` is None, it runs plain autograd without any
+    hook."""
     model = PARITY_MODELS[name]()
     spilling = attach(model) if attach else None
     position = Position(seed=3)

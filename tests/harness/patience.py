@@ -1,7 +1,7 @@
 """How long a test waits for other processes: until they hang, however busy the machine is.
 
-A hang shows in what the processes take of the cores, not in time that passes: a machine with other work, or one that
-was frozen, passes time without any of it being theirs.
+A hang shows in the CPU time that the processes take, not in the time that passes: on a machine that is busy with other
+work, or was frozen, time passes without the processes running.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 IDLE_SECONDS = 120.0
-"""in which none of them runs: they wait for something that never comes. More than what ranks wait for each other"""
+"""if no process runs for so long, all of them wait for something that never comes; longer than ranks wait for each
+other"""
 CPU_SECONDS = 600.0
-"""of all together: one of them goes round in circles"""
+"""if all processes together take so much, one of them is in an endless loop"""
 LEAST_CPU_SECONDS = 0.5
-"""in that time count as running: a thread that looks around every now and then does not"""
+"""a process that takes so much CPU time counts as running; a thread that only polls now and then takes less"""
 LONGEST_LOOK_SECONDS = 1.0
-"""that count between two looks: of more, whoever looks did not run either"""
+"""time between two looks counts as idle up to here; in a longer pause, the waiting process did not run either"""
 HANG_SECONDS = 120.0
-"""for what is waited for without a look at processes: far more than it takes on the busiest machine"""
+"""limit for a wait that does not look at processes; far more than is needed on the busiest machine"""
 POLL_SECONDS = 0.01
 STOPPED = ("T", "t")
 """states of a process that somebody froze"""
@@ -30,15 +31,15 @@ STOPPED = ("T", "t")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What processes have taken of the cores so far."""
+    """The CPU time that processes have taken so far."""
 
     cpu_seconds: float
     is_stopped: bool
-    """one of them is frozen, and will go on"""
+    """whether one of them is frozen, and will continue later"""
 
 
 class Patience:
-    """Asked again and again by whoever waits."""
+    """Tells a hang from a long wait; whoever waits calls `look` again and again."""
 
     def __init__(
         self, taken: Callable[[], Taken], clock: Callable[[], float] = time.monotonic, waits_for: str = "the processes"
@@ -47,7 +48,7 @@ class Patience:
         self._cpu_seconds, self._idle_seconds, self._looked = 0.0, 0.0, clock()
 
     def look(self) -> None:
-        """Raises AssertionError once they hang."""
+        """Raises AssertionError once the processes hang."""
         now, taken = self._clock(), self._taken()
         if taken.is_stopped or abs(taken.cpu_seconds - self._cpu_seconds) >= LEAST_CPU_SECONDS:
             self._cpu_seconds, self._idle_seconds = taken.cpu_seconds, 0.0
@@ -59,7 +60,7 @@ class Patience:
 
 
 def nothing() -> None:
-    """Where nothing but time tells that waiting is in vain."""
+    """The default `look`, if only the time limit can tell that a wait is in vain."""
 
 
 def wait_until(
@@ -69,7 +70,8 @@ def wait_until(
     seconds: float = HANG_SECONDS,
     pause: float = POLL_SECONDS,
 ) -> None:
-    """Poll. `look` raises when what is waited for cannot come any more; `why` says what is there instead of it."""
+    """Polls until `reached()`; AssertionError after `seconds`. `look` raises if that can no longer happen; `why`
+    describes the present state for the error."""
     deadline = time.monotonic() + seconds
     while not reached():
         look()
@@ -83,7 +85,7 @@ async def until(
     why: Callable[[], object] = nothing,
     seconds: float = HANG_SECONDS,
 ) -> None:
-    """As `wait_until`, while the event loop goes on."""
+    """Like `wait_until`, but the event loop continues to run meanwhile."""
     deadline = time.monotonic() + seconds
     while not (await found if isinstance(found := reached(), Awaitable) else found):
         look()
@@ -92,14 +94,15 @@ async def until(
 
 
 def taken_by(pids: Iterable[int]) -> Taken:
-    """By processes and all their threads, of those that are still there (Linux)."""
+    """CPU time of those processes that still exist, with all their threads (Linux)."""
     found = [fields for pid in pids if (fields := _stat(Path(f"/proc/{pid}/stat")))]
     ticks = sum(int(fields[11]) + int(fields[12]) for fields in found)
     return Taken(ticks / os.sysconf("SC_CLK_TCK"), any(fields[0] in STOPPED for fields in found))
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields after the name, which may hold anything: state first (proc(5)). Empty where there is no process."""
+    """The fields of a stat file after the process's name, which may contain any character: the state is first
+    (proc(5)). Empty if there is no such process."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

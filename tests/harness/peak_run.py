@@ -1,15 +1,15 @@
-"""One run of the real assembly and step loop in a fresh process, and what it held at its fullest, by four yardsticks.
+"""One run of the real assembly and step loop in a fresh process, and its peak memory by several measures.
 
     python peak_run.py DIRECTORY [torch]         prints one JSON object of bytes
 
-DIRECTORY holds cell-job.json and cell-plan.json, which are measured, and tiny-job.json and tiny-plan.json, which are
-run before so that code, kernels and threads are there already.
+DIRECTORY holds cell-job.json and cell-plan.json, whose run is measured, and tiny-job.json and tiny-plan.json, whose run
+comes first, so that code, kernels and threads are in memory before the measurement.
 
-rss         growth of the process's peak resident set over the moment before anything was assembled (kernel)
+rss         growth of the process's peak resident set since just before anything was assembled (kernel)
 host        resident pages of the host slab's mapping (kernel, smaps)
 nvme        blocks of the spill file (kernel, stat of the open file)
-torch       peak of torch's CPU allocator over a second run under its memory profiler, which sees the main thread only
-own_...     what the trainer itself says of each tier
+torch       peak of torch's CPU allocator in a second run under its memory profiler, which sees only the main thread
+own_...     peak that the trainer itself reports for each tier
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STEPS = 1
 
 
 class RandomBatches:
-    """Tokens by sample number."""
+    """Random tokens that depend only on the sample's number."""
 
     def __init__(self, job: JobFile, vocab_size: int) -> None:
         self._length, self._vocab_size = job.spec.training.sequence_length, vocab_size
@@ -59,7 +59,7 @@ class RandomBatches:
 
 
 class Listener(Recorder):
-    """Writes nothing; keeps what the trainer says of its tiers."""
+    """A recorder that writes nothing, and keeps the highest peaks of tiers that the trainer reports."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -70,7 +70,7 @@ class Listener(Recorder):
 
 
 def run(job: JobFile, plan: MemoryPlan, listener: Recorder) -> Assembly:
-    """All steps; the assembly is still open."""
+    """Runs all steps; returns the assembly, which is still open."""
     assembly = assemble(job, plan)
     fill(assembly, seed=0)
     loop = Run(
@@ -89,7 +89,7 @@ def run(job: JobFile, plan: MemoryPlan, listener: Recorder) -> Assembly:
 
 
 def resident(name: str) -> int:
-    """VmRSS or VmHWM of this process."""
+    """VmRSS or VmHWM (`name`) of this process, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return 1024 * int(line.split()[1])
 
@@ -108,13 +108,13 @@ def mapping_bytes(address: int) -> int:
 
 
 def spill_file_bytes(directory: Path) -> int:
-    """Blocks on disk of files of `directory` that this process holds open, with or without a name."""
+    """Bytes on disk of the files in `directory` that this process has open, including deleted ones."""
     held = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
             is_ours = os.readlink(entry).startswith(f"{directory}/")
         except OSError:
-            continue  # the descriptor of this listing
+            continue  # the descriptor that iterdir itself used
         held += 512 * entry.stat().st_blocks if is_ours else 0
     return held
 

@@ -1,4 +1,5 @@
-"""A play as it is told: plain objects for what is on its way out and back. What `StepSimulation.play` must come to."""
+"""A simple play of a step, with plain objects for copies out of the device and back. `StepSimulation.play` must have
+the same result."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ KEEP, RECOMPUTE, HOST, NVME = Policy.KEEP, Policy.RECOMPUTE, Policy.HOST, Policy
 
 
 class PlainCourse(StepSimulation):
-    """Plays to the end, whatever it costs."""
+    """Plays every list of answers to the end, and ignores `bound_seconds`."""
 
     def play(self, answers: Sequence[Policy], price: float = 0.0, bound_seconds: float = math.inf) -> Played | None:
-        """None where the answers break a limit."""
+        """Plays the answers; None if they break a limit."""
         sizes, limits = self.sizes, self.limits
         host_bytes = sum(size for size, answer in zip(sizes, answers, strict=True) if answer is HOST)
         nvme_bytes = sum(size for size, answer in zip(sizes, answers, strict=True) if answer is NVME)
@@ -38,7 +39,7 @@ class PlainCourse(StepSimulation):
         return Played(tuple(answers), back.stall, recompute, peak_bytes, host_bytes, nvme_bytes, price)
 
     def _play_forward(self, answers: Sequence[Policy], out: Outward) -> int:
-        """Plays forward into `out`; the device's peak."""
+        """Plays forward, with its copies in `out`; returns the device's peak bytes."""
         room, peak = self.limits.device_bytes, 0
         produced = self.produced
         for index, (size, answer) in enumerate(zip(self.sizes, answers, strict=True)):
@@ -72,7 +73,7 @@ class PlainCourse(StepSimulation):
                 rebuilt_seconds += self.rebuild[index] or 0.0
                 now += self.rebuild[index] or 0.0
             else:
-                if index not in back.arrives:  # the next one: loads are in the order of needs
+                if index not in back.arrives:  # it is the next to load, because loads are in the order of needs
                     now = back.make_room(now, size)
                     back.load(index, size, now, spills=spills[next_one])
                     next_one += 1
@@ -91,23 +92,23 @@ class Outward:
     def __init__(self, limits: PolicyLimits) -> None:
         self._limits = limits
         self._copies: deque[tuple[float, int, int]] = deque()
-        """(end, bytes, storage) of what is on the device until then"""
+        """(end, bytes, storage) of each copy out of the device; the storage is on the device until then"""
         self._writes: deque[tuple[float, int]] = deque()
         self._copied_at = self._written_at = 0.0
-        """when each lane is free"""
+        """time at which each lane is free"""
         self._in_staging = 0
         self.bytes = 0
-        """on the device, on their way out"""
+        """on the device, of storages that are being copied out"""
         self.kept_bytes = 0
         self.stall = 0.0
         self.begins: dict[int, float] = {}
-        """when the copy of a storage begins that is on the device till it ends"""
+        """storage -> time at which its copy begins; it is on the device until the copy ends"""
         self.stored: dict[int, float] = {}
         self.forwarded: set[int] = set()
-        """not copied after all: backward was faster"""
+        """storages that are not copied after all, because backward needed them earlier"""
 
     def wait_for_room(self, now: float, room: int) -> float:
-        """Forward waits until no more than `room` is on its way out, or nothing is."""
+        """Waits until at most `room` bytes are being copied out, or none are; returns the time then."""
         copies = self._copies
         while copies and (copies[0][0] <= now or self.bytes > room):
             now = self._leave(now)
@@ -148,12 +149,12 @@ class Outward:
                 now = end
 
     def leave_until(self, now: float) -> None:
-        """What is complete by `now` is off the device."""
+        """Removes storages from the device whose copy is complete by `now`."""
         while self._copies and self._copies[0][0] <= now:
             self._leave(now)
 
     def forward(self, index: int, size: int) -> None:
-        """Not copied: it is needed before."""
+        """Cancels the copy of a storage that is needed before the copy begins."""
         self.forwarded.add(index)
         self.bytes -= size
 
@@ -164,7 +165,7 @@ class Inward:
     __slots__ = ("_limits", "_loaded_at", "_out", "_read_at", "_room", "ahead_bytes", "arrives", "peak_bytes")
 
     def __init__(self, limits: PolicyLimits, out: Outward, reserved_bytes: int) -> None:
-        """`reserved_bytes`: what is rebuilt needs so much at a time, and reloads leave it."""
+        """`reserved_bytes`: reloads leave so much free, for the largest storage that is rebuilt."""
         self._limits, self._out = limits, out
         self._room = limits.device_bytes - reserved_bytes
         self._read_at = self._loaded_at = 0.0
@@ -177,14 +178,15 @@ class Inward:
         return self._out.stall
 
     def has_room(self, now: float, size: int) -> bool:
-        """For one more, ahead of backward."""
+        """Whether there is room for one more reload of `size` bytes ahead of backward."""
         if self.ahead_bytes and self.ahead_bytes + size > self._limits.ahead_bytes:
             return False
         self._out.leave_until(now)
         return self._out.kept_bytes + self._out.bytes + self.ahead_bytes + size <= self._room
 
     def make_room(self, now: float, size: int) -> float:
-        """Backward waits until copies on their way out leave room for `size`, or nothing is on its way."""
+        """Waits in backward until the copies to the outside leave room for `size` bytes, or there are none; returns the
+        time then."""
         out = self._out
         others = out.kept_bytes + self.ahead_bytes + size
         now = out.wait_for_room(now, self._limits.device_bytes - others)
@@ -209,7 +211,7 @@ class Inward:
         self.peak_bytes = max(self.peak_bytes, out.kept_bytes + out.bytes + self.ahead_bytes)
 
     def take(self, index: int, size: int, now: float) -> float:
-        """Backward has come to a reload: it waits for it, and then is done with it."""
+        """Waits in backward for the reload of a storage, which then leaves the device; returns the time then."""
         arrives = self.arrives[index]
         if arrives > now:
             self._out.stall += arrives - now

@@ -1,4 +1,4 @@
-"""Prometheus' own checks of rules, where this machine has its promtool."""
+"""Prometheus' own checks of rules, for machines that have promtool."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def unit_tested(tests: dict[str, Any], folder: Path) -> subprocess.CompletedProcess[str]:
-    """`promtool test rules` of a file with these tests."""
+    """Runs `promtool test rules` on a file with these tests."""
     (folder / "tests.yaml").write_text(json.dumps(tests), encoding="utf-8")
     return promtool("test", "rules", folder / "tests.yaml")

@@ -1,4 +1,5 @@
-"""Runs of several ranks for tests: one forked process a rank, with the environment that the launcher would give it."""
+"""Runs of several ranks for tests: each rank is a forked process with the environment that the launcher would give
+it."""
 
 from __future__ import annotations
 
@@ -39,19 +40,20 @@ spec:
 """
 LOOK_SECONDS = 1.0
 GATHERS = "this rank begins to wait for the others"
-"""a line of its log"""
+"""a line that a rank writes to its log when it begins to wait"""
 BUCKET_VARIABLE = "TEST_EXCHANGE_PARAMETERS"
-"""another size of the buckets in which gradients are exchanged: the models of tests are smaller than one"""
+"""sets the size of the buckets in which gradients are exchanged, because a test's model is smaller than a default
+bucket"""
 AFTER_VARIABLE = "TEST_EXCHANGES_AFTER_BACKWARD"
-"""set: nothing is exchanged behind backward"""
+"""if set, nothing is exchanged during backward"""
 DIES_VARIABLE = "TEST_DIES_IN_BUCKET"
-"""rank and number of the bucket in which it is killed by SIGKILL"""
+"""a rank, and the number of the bucket at whose exchange SIGKILL ends it"""
 FAILS_VARIABLE = "TEST_FAILS_AT_GRADIENT"
-"""rank and number of the gradient at which its device memory ends"""
+"""a rank, and the number of the gradient at which it runs out of device memory"""
 LOOKS_VARIABLE = "TEST_LOOKS_AT_PODS"
-"""a file: the rank finds that a pod is not ready, and writes a byte for each look"""
+"""a file; the rank always finds that a pod is not ready, and appends a byte to the file at each look"""
 POST_VARIABLE = "TEST_POST_SECONDS"
-"""another interval between two reports of progress: the runs of tests are shorter than one"""
+"""sets the seconds between two reports of progress, because a test's run is shorter than the default"""
 KEEP, RECOMPUTE, HOST, NVME = Policy.KEEP, Policy.RECOMPUTE, Policy.HOST, Policy.NVME
 PLACEMENTS: dict[str, tuple[tuple[float, float, float, float], int, list[Policy]]] = {
     "resident, kept": ((0.0, 0.0, 1.0, 0.0), 1 << 20, [KEEP, KEEP]),
@@ -65,14 +67,15 @@ PLACEMENTS: dict[str, tuple[tuple[float, float, float, float], int, list[Policy]
     "all states on NVMe, kept": ((0.0, 0.0, 0.0, 1.0), 777, [KEEP, KEEP]),
     "states everywhere, mixed": ((0.2, 0.2, 0.2, 0.4), 513, [HOST, NVME]),
 }
-"""CPU, streamed, resident and NVMe shares; parameters per chunk; answers of the blocks"""
+"""name -> shares on the CPU, streamed, resident and on NVMe; parameters per chunk; answers of the two blocks"""
 STREAMED = {
     "all on the CPU, parameters in slots": ParameterPlan(homes=(Tier.HOST, Tier.HOST, Tier.NVME, Tier.HOST)),
     "parameters in slots, segment by segment": ParameterPlan(
         homes=(Tier.NVME, Tier.DEVICE, Tier.HOST, Tier.NVME), num_slots=1, order="WeightStationary", boundaries=HOST
     ),
 }
-"""placements whose parameters leave the device: embedding, two blocks, head"""
+"""parameter plans of the placements whose parameters leave the device; homes of the embedding, two blocks and the
+head"""
 
 
 def job_file(output: Path, text: Path, corpus: Path, epoch: int, world: int, changes: Mapping[str, str]) -> JobFile:
@@ -85,7 +88,7 @@ def job_file(output: Path, text: Path, corpus: Path, epoch: int, world: int, cha
 
 
 def plan_for(job: JobFile, placement: str | None = None) -> MemoryPlan:
-    """One of PLACEMENTS; None = memory.mode Disabled."""
+    """The plan of one of PLACEMENTS; None means memory.mode Disabled."""
     training = job.spec.training
     update: dict[str, Any] = {
         "micro_batch_size": training.micro_batch_size,
@@ -113,7 +116,7 @@ class Ended:
     termination: dict[str, Any]
     log: str
     state: dict[str, str]
-    """digest of every parameter and state at the end; empty when it did not come there"""
+    """digest of every parameter and state at the end of training; empty if the rank did not reach it"""
 
 
 @dataclass
@@ -132,7 +135,7 @@ class Started:
         return taken_by(process.pid for process in self.processes.values() if process.pid is not None)
 
     def look(self) -> None:
-        """Ends the ranks where they hang, with an AssertionError."""
+        """Kills the ranks and raises AssertionError if they hang."""
         try:
             self.patience.look()
         except AssertionError:
@@ -172,7 +175,7 @@ def log_path(job: JobFile, rank: int) -> Path:
 
 
 def gathers(job: JobFile, rank: int) -> bool:
-    """Whether it waits for its peers, or has."""
+    """Whether the rank waits, or has waited, for its peers."""
     return GATHERS in _text(log_path(job, rank))
 
 
@@ -192,11 +195,11 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
+    from harness.after_backward import AfterBackward
     from spillway_trainer import assemble, run_job
     from spillway_trainer.__main__ import attempt
     from spillway_trainer.ending import leave
     from spillway_trainer.parallel import distributed
-    from spillway_trainer.parallel.backward_exchange import BackwardExchange
     from spillway_trainer.reporting import progress_client
 
     meet = distributed.meet
@@ -211,7 +214,7 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
     if looks := environment.get(LOOKS_VARIABLE):
         distributed.is_pod_missing = lambda _world: _a_pod_is_missing(Path(looks))
     if AFTER_VARIABLE in environment:
-        assemble.BackwardExchange = lambda *given: BackwardExchange(*given[:-1], 0)  # type: ignore[assignment,misc]
+        assemble.BackwardExchange = AfterBackward  # type: ignore[misc,assignment]
     dies_in = environment.get(DIES_VARIABLE, "").split()
     if dies_in and int(dies_in[0]) == rank:
         die_in_bucket(int(dies_in[1]))
@@ -232,10 +235,10 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
 
 
 def die_in_bucket(number: int) -> None:
-    """In the network lane's thread; to another rank, each bucket is sent twice."""
+    """Makes this process kill itself in the network lane's thread at bucket `number`. Each bucket takes two sends."""
     from spillway_trainer.parallel.distributed import dist
 
-    sent, send = 0, dist.isend
+    sent, send = 0, dist.batch_isend_irecv
 
     def count(*given: Any, **more: Any) -> Any:
         nonlocal sent
@@ -245,11 +248,11 @@ def die_in_bucket(number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return send(*given, **more)
 
-    dist.isend = count
+    dist.batch_isend_irecv = count
 
 
 def fail_at_gradient(number: int) -> None:
-    """In backward, with exchanges under way."""
+    """Makes this process run out of device memory in backward, at gradient `number`, while exchanges are under way."""
     from spillway.errors import DeviceOutOfMemory
     from spillway_trainer.parallel.backward_exchange import BackwardExchange
 
@@ -272,7 +275,7 @@ def start(
     only: int | None = None,
     **environment: str,
 ) -> Started:
-    """Start all ranks of `job`, or one `only`; `each` gives single ranks another job or plan."""
+    """Starts all ranks of `job`, or `only` one of them. `each` gives single ranks another job and plan."""
     world, port = job.world_size, free_ports(1)[0]
     processes = {}
     for rank in range(world) if only is None else [only]:
@@ -294,7 +297,7 @@ def start(
 
 
 def complete(job: JobFile, plan: MemoryPlan, **environment: str) -> list[Ended]:
-    """Run all ranks to their end, which must be good, and the same for all."""
+    """Runs all ranks to their end. All must exit with 0, and with the same parameters and states."""
     ended = start(job, plan, **environment).join()
     assert [each.exit_code for each in ended] == [0] * len(ended), "\n".join(each.log for each in ended)
     assert all(each.state == ended[0].state for each in ended), "ranks hold different parameters or states"

@@ -1,6 +1,6 @@
 """The chart as `helm template` renders it, over a matrix of values.
 
-Helm comes from PATH or from the test bed's cache (`make cluster-up` puts two majors there).
+Helm comes from PATH or from the test bed's cache (`make cluster-up` puts two major versions there).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MATRIX: dict[str, tuple[str, ...]] = {
 
 
 def _helms() -> dict[str, str]:
-    """Helm by major version, as far as this machine has it."""
+    """Major version -> path of Helm, for the versions that this machine has."""
     found = {}
     for path in filter(None, (shutil.which("helm"), built_program("helm"), built_program("helm3"))):
         said = subprocess.run([path, "version", "--short"], capture_output=True, text=True, check=False).stdout

@@ -53,7 +53,7 @@ def plan(**changes: Any) -> MemoryPlan:
 
 
 def run_log(*attempts: tuple[int, int], torn: bool = False) -> RunLog:
-    """The log of attempts, each (first step, last step); `torn` adds a half-written line."""
+    """The log of attempts, each given as (first step, last step); `torn` adds a half-written line."""
     log = RunLog()
     for epoch, (first, last) in enumerate(attempts, start=1):
         for line in attempt_lines(epoch, first, last):

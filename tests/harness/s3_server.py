@@ -1,4 +1,4 @@
-"""An S3 server (moto's) whose answers can be held back, so that a download is killed where a test wants it."""
+"""An S3 server (moto's) that can hold answers back, so that a test can kill a download at a chosen point."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFA
 
 @dataclass
 class S3Server:
-    """`with S3Server() as server:` on an address of this machine."""
+    """A server on an address of this machine, for `with S3Server() as server:`."""
 
     address: str = "127.0.0.1"
     ranges: list[tuple[str, str]] = field(default_factory=list)
     """Key and range of each object that was read, in order."""
     held: str = ""
-    """Ending of a key that is answered once, and then not before `released` is set."""
+    """Suffix of keys for which only the first request is answered at once, and later ones only after `released` is
+    set."""
     released: threading.Event = field(default_factory=threading.Event)
     waits: threading.Event = field(default_factory=threading.Event)
-    """An answer is held back."""
+    """Set once an answer is held back."""
 
     def __enter__(self) -> S3Server:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)

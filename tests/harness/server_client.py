@@ -17,7 +17,7 @@ from cases.crd_cases import Document
 
 
 class Client:
-    """One connection that is kept, with the admin's certificate."""
+    """A client that keeps one connection, authenticated by the admin's certificate."""
 
     def __init__(self, kubeconfig: Path) -> None:
         config = yaml.safe_load(kubeconfig.read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ class Client:
 
 
 def _content(owner: dict[str, Any], name: str) -> bytes:
-    """Inline, or in a file that the kubeconfig names."""
+    """The content of field `name` of a kubeconfig, which is inline or in a file that the field names."""
     if f"{name}-data" in owner:
         return base64.b64decode(owner[f"{name}-data"])
     return Path(owner[name]).read_bytes()

@@ -1,4 +1,4 @@
-"""Several `Spilling` of one test, closed in its end."""
+"""The `Spilling` objects of one test, closed at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from spillway_trainer.activation_spill import Spilling
 
 @contextmanager
 def spillings(directory: Path, **sizes: Any) -> Iterator[Callable[..., Spilling]]:
-    """Makes a `Spilling` of a module (default: an empty one) in `directory`; `sizes` unless a call says otherwise."""
+    """Yields a function that makes a `Spilling` of a module (default: an empty one) in `directory`. `sizes` are
+    defaults of its keyword arguments."""
     made: list[Spilling] = []
 
     def spilling(module: nn.Module | None = None, **given: Any) -> Spilling:

@@ -1,4 +1,5 @@
-"""Small sweeps for tests: members of different rates, seeds and sizes on real text, and the solo run of each."""
+"""Small sweeps for tests: members with different learning rates, seeds and sizes on real text, and the solo run of
+each."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def sweep_file(output: Path, text: Path, corpus: Path, epoch: int, job: str = JO
 
 
 def sweep_plan(job: JobFile, turn_steps: int) -> MemoryPlan:
-    """Every member under a plan that uses every tier."""
+    """The plan of a sweep in which every member's plan uses every tier."""
     members = tuple(
         MemberPlan(
             name=one.name,
@@ -79,7 +80,7 @@ def sweep_plan(job: JobFile, turn_steps: int) -> MemoryPlan:
 
 
 def solo_file(job: JobFile, name: str, output: Path) -> JobFile:
-    """What `spillway run` of that member alone reads."""
+    """The job file of member `name` alone, as `spillway run` writes it."""
     member = next(one for one in job.spec.members if one.name == name)
     output.mkdir(parents=True, exist_ok=True)
     own = {"output_directory": str(output), "checkpoint_directory": str(output / "checkpoints")}
@@ -87,7 +88,7 @@ def solo_file(job: JobFile, name: str, output: Path) -> JobFile:
 
 
 def solo_runs(directories: pytest.TempPathFactory, text: Path, corpus: Path) -> dict[str, Path]:
-    """The output directory of each member's solo run, which is complete."""
+    """Runs each member alone to its end; returns the output directory of each."""
     job, outputs = sweep_file(directories.mktemp("none"), text, corpus, 1), dict[str, Path]()
     for planned in sweep_plan(job, 2).members:
         outputs[planned.name] = directories.mktemp(planned.name)
@@ -105,7 +106,7 @@ def member_checkpoints(job: JobFile, name: str) -> Path:
 
 
 def losses(output: Path) -> dict[int, float]:
-    """By step; of a step that was repeated the last one."""
+    """Step -> loss; of a repeated step, the last loss."""
     return {event["step"]: event["loss"] for event in local_runs.events(output, "step")}
 
 
@@ -114,7 +115,7 @@ def evaluations(output: Path) -> dict[int, float]:
 
 
 def final_tensors(checkpoints: Path, step: int) -> dict[str, Tensor]:
-    """Of the newest checkpoint of `step`."""
+    """The tensors of the newest checkpoint of `step`."""
     newest = max(checkpoints.glob(f"step-{step}.e*"))
     found: dict[str, Tensor] = {}
     for file in sorted(newest.glob("*.safetensors")):
@@ -123,14 +124,15 @@ def final_tensors(checkpoints: Path, step: int) -> dict[str, Tensor]:
 
 
 def failing_ones_failed(output: Path) -> None:
-    """The members of FAILING, each for its own reason."""
+    """Asserts that the members of FAILING failed, each for its own reason."""
     found = states(output)
     assert "UserError" in found["textless"]["reason"]
     assert "NonFinite" in found["exploding"]["reason"]
 
 
 def same_as_alone(job: JobFile, name: str, alone: Path, steps: int | None = None) -> None:
-    """`alone`: the output directory of its solo run. `steps`: that it made in the sweep; none = all of them."""
+    """Asserts that member `name` trained as in its solo run, whose output directory is `alone`. `steps`: the number of
+    steps that it made in the sweep (None: all)."""
     last = solo_file(job, name, alone).spec.training.steps
     steps = last if steps is None else steps
     output = member_output(job, name)

@@ -13,7 +13,7 @@ VOCABULARY = 300
 
 
 def save_model(directory: Path) -> None:
-    """A small gpt2 with weights, and a tokenizer of bytes."""
+    """Saves a small gpt2 with weights, and a tokenizer of bytes."""
     torch.manual_seed(3)
     sizes = GPT2Config(vocab_size=VOCABULARY, n_positions=256, n_embd=32, n_layer=3, n_head=2)
     GPT2LMHeadModel(sizes).save_pretrained(directory)

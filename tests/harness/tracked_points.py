@@ -1,4 +1,4 @@
-"""Reads back what trackers hold, by their own readers, and serves an MLflow of our own."""
+"""Reads back what trackers have stored, mostly with their own readers, and runs an MLflow server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 Curve = list[tuple[int, float]]
-"""Step and value, in the order of steps; a step that is there twice is there twice."""
+"""(step, value) pairs in the order of steps. A step that was logged twice appears twice."""
 BLOCK, HEADER = 32768, 7
-"""of W&B's files, and the bytes before their first record"""
+"""bytes of a block of W&B's files, and of the header before their first record"""
 
 
 def tensorboard_curves(directory: Path) -> dict[str, Curve]:
@@ -38,7 +38,8 @@ def wandb_records(directory: Path) -> Iterator[Any]:
 
 
 def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """A W&B file is a log in the format of LevelDB: records in blocks, whole (1) or in parts (2, 3 ..., 4)."""
+    """The records of a W&B file, which is a log in LevelDB's format: blocks with records that are whole (1) or in parts
+    (2, 3 ..., 4)."""
     at, whole = HEADER, b""
     while at + 7 <= len(content):
         if BLOCK - at % BLOCK < 7:
@@ -55,7 +56,7 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
 
 
 def wandb_curves(directory: Path) -> dict[str, Curve]:
-    """As the server would show them: it ignores a row whose number it has."""
+    """The curves as W&B's server would show them: it ignores a row whose number it already has."""
     found, last = dict[str, Curve](), -1
     for record in wandb_records(directory):
         row = {"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in record.history.item}
@@ -80,7 +81,7 @@ def mlflow_server(directory: Path, port: int = 0) -> Iterator[str]:
     with patch.dict(os.environ, settings):
         from mlflow.server import app, handlers
 
-        handlers._tracking_store = None  # that of an earlier server of this process
+        handlers._tracking_store = None  # forget the store of an earlier server in this process
         server = make_server("127.0.0.1", port, app, threaded=True)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -93,7 +94,7 @@ def mlflow_server(directory: Path, port: int = 0) -> Iterator[str]:
 
 
 def mlflow_runs(uri: str, experiment: str) -> dict[str, Any]:
-    """By name; a name that is there twice fails."""
+    """Name -> run of an experiment; asserts that no name is there twice."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)

@@ -1,4 +1,4 @@
-"""What the machine shows of a job's pods while they live, for tests on the test bed."""
+"""Reads from this machine what a job's pods write and how much memory they use, for tests on the test bed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from testbed.layout import state
 
 @dataclass
 class Witness:
-    """What the machine shows of a job's pods while they live."""
+    """The journals and the highest memory use of a job's pods, collected while the pods exist."""
 
     journals: dict[str, TextIO] = field(default_factory=dict)
-    """uid of a pod -> its run.jsonl, oldest first: an open file outlives its pod"""
+    """uid of a pod -> its run.jsonl, oldest pod first; the open file stays readable after the pod is gone"""
     highest_bytes: dict[str, int] = field(default_factory=dict)
-    """uid of a pod -> what its memory cgroup held at most"""
+    """uid of a pod -> highest memory use of its cgroup"""
 
     def look(self, uid: str) -> None:
         group = next(Path("/sys/fs/cgroup/memory/kubepods").rglob(f"pod{uid}"), None)
@@ -34,16 +34,16 @@ class Witness:
             self.journals[uid] = (folder / "output" / "run.jsonl").open(encoding="utf-8")
 
     def losses(self) -> list[dict[int, float]]:
-        """Of each attempt that began to train, by step."""
+        """Step -> loss, for each attempt that began to train."""
         curves = [{one["step"]: one["loss"] for one in found if one["event"] == "step"} for found in self.events()]
         return [curve for curve in curves if curve]
 
     def corrections(self) -> list[Document]:
-        """Of all attempts."""
+        """The activations_corrected events of all attempts."""
         return [one for found in self.events() for one in found if one["event"] == "activations_corrected"]
 
     def events(self) -> list[list[Document]]:
-        """Of each attempt."""
+        """The events of each attempt."""
         for journal in self.journals.values():
             journal.seek(0)
         return [[json.loads(line) for line in journal if line.endswith("\n")] for journal in self.journals.values()]
@@ -58,7 +58,7 @@ def watched(spillway: Installed, namespace: str, name: str) -> Iterator[Witness]
             for pod in spillway.children("pod", namespace, name):
                 try:
                     witness.look(pod["metadata"]["uid"])
-                except OSError:  # not there yet, or gone
+                except OSError:  # the pod's files are not there yet, or already gone
                     continue
 
     thread = Thread(target=watch)
@@ -71,7 +71,8 @@ def watched(spillway: Installed, namespace: str, name: str) -> Iterator[Witness]
 
 
 def files_of(folder: Path, name: str, steps: int) -> dict[str, str]:
-    """Hashes of the last checkpoint: parameters, optimizer states and all else that training goes on from."""
+    """File name -> hash for the last checkpoint: parameters, optimizer states and everything else that a resumed run
+    needs."""
     (directory,) = (path for path in folder.iterdir() if path.name.startswith(f"{name}-"))
     parsed = [(found, path) for path in directory.iterdir() if (found := CheckpointName.parse(path.name)) is not None]
     newest, path = max(parsed)

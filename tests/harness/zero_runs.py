@@ -1,6 +1,6 @@
-"""Divided models for tests: one process imports DeepSpeed, which takes seconds, and forks every rank of every case.
+"""Divided models for tests: one process imports DeepSpeed, which takes seconds, and forks all ranks of all cases.
 
-python tests/harness/zero_runs.py cases.json directory        what came of the cases, as JSON on the last line
+python tests/harness/zero_runs.py cases.json directory        prints the results as JSON on the last line
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spillway_trainer.checkpoints.directory import choose_resume
 
 SHORT = {"gradientReduce: bfloat16": "gradientReduce: float32", "steps: 4": "steps: 2"}
 ONE_MICRO_BATCH = {"globalBatchSize: 8": "globalBatchSize: 4"}
-"""a rank, of two"""
+"""per rank, with two ranks"""
 UNTIED = {'tieWordEmbeddings: true, dropout: "0.1"': 'tieWordEmbeddings: false, dropout: "0.1"'}
 
 
@@ -44,21 +44,22 @@ class Attempt:
     placement: str | None = None
     world: int = 2
     stop_at: int = 0
-    """SIGTERM to the last rank once this step is done"""
+    """sends SIGTERM to the last rank once this step is done; 0: never"""
     kill_at: int = 0
-    """SIGKILL, likewise"""
+    """sends SIGKILL, likewise"""
     block_step: int = 0
-    """the checkpoint of this step cannot be written"""
+    """makes the checkpoint of this step impossible to write; 0: none"""
     overlap: str = "None"
     keeps: bool = False
-    """activations stay where they are: a model that the placement's answers are not for"""
+    """keeps all activations, for a model that the placement's answers do not fit"""
     planned: dict[str, str] = field(default_factory=dict)
-    """spec.memory.advanced.optimizer and activations of a plan by the planner; the run may hold no byte more"""
+    """if not empty, the planner makes the plan, with this optimizer placement and activations policy
+    (spec.memory.advanced); the budget is exactly what it planned"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Attempts of one run, one after the other."""
+    """A run of several attempts, one after the other."""
 
     attempts: list[Attempt]
     changes: Mapping[str, str] = field(default_factory=lambda: SHORT)
@@ -66,10 +67,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a case."""
+    """The results of a case."""
 
     exit_codes: list[list[int]]
-    """by attempt and rank"""
+    """of each attempt, of each rank"""
     terminations: list[list[dict[str, Any]]]
     logs: list[str]
     """of each rank in the last attempt"""
@@ -77,24 +78,24 @@ class Found:
     evaluations: dict[str, float]
     norms: dict[str, float]
     tensors: dict[str, str]
-    """digests; of the last checkpoint"""
+    """name -> digest, of the last checkpoint"""
     checkpoints: list[int]
     missed: list[int]
     tier_bytes: dict[str, int]
-    """of rank 0 in the last step"""
+    """tier -> bytes of rank 0 in the last step"""
     peaks: dict[str, int]
-    """of rank 0, the highest of all steps"""
+    """tier -> highest peak of rank 0 in any step"""
     planned: dict[str, int]
-    """of each tier, in the last attempt"""
+    """tier -> planned bytes in the last attempt"""
 
     @property
     def figures(self) -> tuple[object, ...]:
-        """All that has to be equal, bit by bit, where only a placement differs."""
+        """Everything that must be equal bit by bit for cases that differ only in placement."""
         return self.losses, self.evaluations, self.norms, self.tensors
 
 
 def run_all(cases: Sequence[Case], directory: Path) -> list[Found]:
-    """Called by tests: run `cases` in a process of its own."""
+    """Runs `cases` in a separate process. Called by tests."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "cases.json"
     path.write_text(json.dumps([asdict(case) for case in cases]))
@@ -116,7 +117,7 @@ def plan_for(job: JobFile, attempt: Attempt) -> MemoryPlan:
 
 
 def tight_plan(job: JobFile, attempt: Attempt) -> MemoryPlan:
-    """The planner's, with a budget of what it says and no more."""
+    """The planner's plan, with a budget of exactly the bytes that it planned."""
     document = job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     optimizer, activations = {"placement": attempt.planned["placement"]}, {"policy": attempt.planned["policy"]}
     document["memory"] = {"advanced": {"optimizer": optimizer, "activations": activations}}
@@ -177,7 +178,7 @@ def digest(value: Any) -> str:
 
 
 def imported_by(strategies: set[str]) -> Iterator[str]:
-    """What the ranks are forked with, or each of them would import it once more."""
+    """Modules to import before the ranks are forked; otherwise each rank would import them again."""
     yield "spillway_trainer.run_job"
     if "Fsdp" in strategies:
         yield from ("torch.distributed.fsdp", "torch._dynamo")

@@ -1,6 +1,7 @@
-"""The budget holds in the kernel's own figures: peak RSS of a fresh process, and a cgroup that kills.
+"""The budget holds by the kernel's own figures: the peak RSS of a fresh process, and a cgroup limit that kills.
 
-On a CPU, device and host memory are the same RAM, so a plan saves what goes to NVMe: this job is mostly activations.
+On a CPU, device and host memory are the same RAM, so a plan only saves what it moves to NVMe. Therefore this job's
+memory is mostly activations.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from spillway.planning.planner import Overrides, make_plan
 from spillway.units import GIB, MIB
 
 MARGIN_BYTES = 64 * MIB
-"""beside the budgets: free lists of the C allocator, scratch of matrix products, pages of checkpoint and corpus"""
+"""memory in addition to the budgets: the C allocator's free lists, matrix products' scratch, pages of checkpoint and
+corpus"""
 
 JOB = """
 apiVersion: spillway.dev/v1alpha1
@@ -46,7 +48,7 @@ DEVICE_BYTES, HOST_BYTES = 160 * MIB, 352 * MIB
 @dataclass(frozen=True)
 class Measured:
     exit_code: int
-    """negative: killed by that signal"""
+    """negative if killed by a signal: minus its number"""
     peak_bytes: int
 
 
@@ -61,11 +63,11 @@ print(os.waitstatus_to_exitcode(status), usage.ru_maxrss)
 
 
 def measure(command: list[str], cgroup: Path | None = None) -> Measured:
-    """Run a fresh process; its own peak RSS, as the kernel kept it."""
+    """Runs a fresh process; returns its exit code and its own peak RSS, from the kernel."""
     if cgroup is not None:
         script = f'echo $$ > "{cgroup}/cgroup.procs" && exec "$@"'
         command = ["sh", "-c", script, "sh", *command]
-    # By a small process: a child's figure begins with the peak of whoever forked it, and these tests may be large.
+    # A small process runs it: a child's figure begins with its parent's peak, and the tests' process may be large.
     done = subprocess.run(
         [sys.executable, "-S", "-c", MEASURING, *command], stdout=subprocess.PIPE, check=True, text=True
     )
@@ -85,7 +87,7 @@ def idle_bytes() -> int:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Text and its corpus, built beforehand: building it is another process's memory."""
+    """A text and its corpus, which is built before the measurements, in another process."""
     root = tmp_path_factory.mktemp("wide")
     text = local_runs.write_text(root / "text")
     subprocess.run(
@@ -96,7 +98,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def write_run(directory: Path, corpus: tuple[Path, Path], *, disabled: bool) -> Path:
-    """job.json and plan.json as `spillway run` would write them for two cores and plenty of memory."""
+    """Writes job.json and plan.json as `spillway run` would for two cores and plenty of memory; returns `directory`."""
     job = parse_job(JOB.replace("TEXT", str(corpus[0])), "wide job")
     if disabled:
         memory = job.spec.memory.model_copy(
@@ -161,7 +163,8 @@ def test_plain_run_needs_more_than_twice_the_device_budget(corpus: tuple[Path, P
 
 
 def test_device_budget_below_the_plan_raises_device_out_of_memory(corpus: tuple[Path, Path], tmp_path: Path) -> None:
-    """The ledger is the device's allocator: a plan that promised too little ends as on a GPU, with exit code 70."""
+    """The ledger acts as the device's allocator: with a plan that predicted too little, a run ends as on a GPU, with
+    exit code 70."""
     directory = write_run(tmp_path / "small", corpus, disabled=True)
     plan = MemoryPlan.model_validate_json((directory / "plan.json").read_text())
     small = plan.model_copy(update={"budget": {**plan.budget, Tier.DEVICE: 64 * MIB}})
@@ -171,7 +174,7 @@ def test_device_budget_below_the_plan_raises_device_out_of_memory(corpus: tuple[
 
 @dataclass(frozen=True)
 class MemoryCgroup:
-    """One memory cgroup, version 1 or 2."""
+    """A memory cgroup, version 1 or 2."""
 
     path: Path
     limit_file: str
@@ -208,8 +211,8 @@ def cgroup() -> Iterator[MemoryCgroup]:
 def test_job_finishes_under_a_cgroup_limit_that_kills_the_plain_run(
     cgroup: MemoryCgroup, corpus: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The limit is what an idle import is charged, plus budgets and margin (libraries' file pages are charged to
-    whoever read them first, so RSS is no measure of it)."""
+    """The limit is the charge of an idle import, plus budgets and margin. (RSS does not measure the charge, because
+    file pages of libraries are charged to the cgroup that reads them first.)"""
     measure([sys.executable, "-c", "import spillway_trainer.__main__"], cgroup.path)
     idle = cgroup.peak_bytes()
     cgroup.limit(idle + DEVICE_BYTES + HOST_BYTES + MARGIN_BYTES)

@@ -1,4 +1,4 @@
-"""A model that learns responses: whatever the plan, after a kill, and as other programs load it."""
+"""A model that learns responses: under different plans, after an interruption, and as other programs load it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from spillway_trainer.interchange.export import export
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> JobFile:
+@pytest.fixture(scope="module", params=[False, True], ids=["padded", "packed"])
+def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> JobFile:
     root = tmp_path_factory.mktemp("chats")
     sizes = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -37,11 +37,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> JobFile:
         "model": {"source": {"path": str(root / "model")}},
         "data": {
             "chat": {"path": str(root / "chats.jsonl")},
+            "packing": request.param,
             "evaluation": {"chat": {"path": str(root / "held.jsonl")}, "everySteps": 3},
         },
         "checkpoint": {"everySteps": 3, "keep": 2},
     }
-    document["spec"]["training"]["steps"] = STEPS
+    document["spec"]["training"] |= {"steps": STEPS, "sequenceLength": 512 if request.param else 64}
     made = local_runs.job_file(root / "whole", root, root / "corpus", epoch=1)
     return made.model_copy(update={"spec": TrainingJob.model_validate(document).spec})
 
@@ -51,7 +52,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def test_a_run_on_chats_resumes_exactly_and_exports_its_template(job: JobFile) -> None:
-    """It goes on at step 3, under a plan without any technique: no chat is read twice, none is skipped."""
+    """The run resumes at step 3, under a plan without techniques: it reads no chat twice and skips none."""
     whole = Path(job.output_directory)
     assert local_runs.complete(job, local_runs.spread_plan()) == 0, local_runs.log_of(whole, 1)
     cut = whole.parent / "cut"
@@ -64,7 +65,7 @@ def test_a_run_on_chats_resumes_exactly_and_exports_its_template(job: JobFile) -
     uncut, found = tensors_of(last), tensors_of(again)
     assert uncut.keys() == found.keys()
     assert [name for name, tensor in uncut.items() if not torch.equal(tensor, found[name])] == []
-    assert "chats: " in local_runs.log_of(whole, 1)
+    assert ("packing: 40 chats" if job.spec.data.packing else "chats: ") in local_runs.log_of(whole, 1)
     assert len(local_runs.events(whole, "evaluation")) == 2
     export(last, whole.parent / "exported", tokenizer=whole.parent / "corpus" / "tokenizer.json")
     assert AutoTokenizer.from_pretrained(whole.parent / "exported").chat_template == UNMARKED["llama3"]

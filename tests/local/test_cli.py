@@ -1,4 +1,4 @@
-"""`spillway run`, `ckpt` and `report` with the real trainer, on a model of some thousand parameters."""
+"""`spillway run`, `ckpt` and `report` with the real trainer, on a model with some thousand parameters."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WORDS = [
 
 
 def make_job(directory: Path, steps: int, every: int) -> tuple[str, str]:
-    """A job file and the claim of its corpus, as the command line wants them."""
+    """Writes a job file and its text; returns the file's path and the claim, as the command line takes them."""
     corpus = directory / "corpus"
     corpus.mkdir(parents=True)
     for number in range(8):
@@ -70,7 +70,7 @@ def command(job: str, claim: str, output: Path) -> list[str]:
 
 
 class Finished:
-    """A run that is over: its directory, what it printed, the command that made it."""
+    """A finished run: its directory, its command, its output and its exit code."""
 
     def __init__(self, path: Path, arguments: list[str], out: str, err: str, code: int) -> None:
         self.path, self.arguments, self.err, self.code = path, arguments, err, code
@@ -90,7 +90,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture
 def copied(finished: Finished, tmp_path: Path) -> Path:
-    """The finished run, to be damaged."""
+    """A copy of the finished run, which a test may damage."""
     return Path(shutil.copytree(finished.path, tmp_path / "copy"))
 
 
@@ -224,7 +224,7 @@ def test_ckpt_verify_without_a_checkpoint_fails(copied: Path, capsys: pytest.Cap
 
 
 def with_a_flipped_bit(checkpoint: Path) -> Path:
-    """The file of it that is no longer as it was written."""
+    """Flips a bit in a file of the checkpoint; returns the file's path."""
     file = next(checkpoint.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -284,7 +284,8 @@ def test_report_can_be_written_elsewhere(finished: Finished, tmp_path: Path) -> 
 def test_run_extended_under_a_constant_schedule_equals_the_uninterrupted_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """10 steps, then 20: losses and the bytes of the last checkpoint. Checkpoints say of which job they are."""
+    """Trains 10 steps and then 20, and compares losses and the last checkpoint's bytes. Checkpoints name the job to
+    which they belong."""
     job, claim = make_job(tmp_path, steps=20, every=5)
     text = Path(job).read_text().replace("training: {", "training: {schedule: {name: Constant, warmupSteps: 3}, ")
     Path(job).write_text(text)
@@ -310,7 +311,8 @@ def test_run_extended_under_a_constant_schedule_equals_the_uninterrupted_one(
 
 @pytest.mark.ci
 def test_text_may_be_corrected_after_a_start_that_trained_nothing(tmp_path: Path) -> None:
-    """Too little text, found once the corpus is made: the same directory takes the corrected job."""
+    """There is too little text, which shows only when the corpus is built. The same directory then accepts the
+    corrected text."""
     job, claim = make_job(tmp_path, steps=2, every=2)
     for number in range(1, 8):
         (tmp_path / "corpus" / f"{number}.txt").rename(tmp_path / f"{number}.txt")
@@ -323,7 +325,8 @@ def test_text_may_be_corrected_after_a_start_that_trained_nothing(tmp_path: Path
 
 @pytest.mark.ci
 def test_stopped_run_goes_on_with_the_same_command(tmp_path: Path) -> None:
-    """SIGTERM in the middle: 75 and a checkpoint; the second invocation ends the job, each step trained once."""
+    """After SIGTERM in the middle, the command exits with 75 and leaves a checkpoint. The second one finishes the job,
+    and each step is trained once."""
     arguments = command(*make_job(tmp_path, steps=200, every=100), tmp_path / "out")
     process = subprocess.Popen(
         [sys.executable, "-m", "spillway_cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

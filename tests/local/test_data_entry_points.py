@@ -1,4 +1,4 @@
-"""Documents of the user's own function, by `spillway run`."""
+"""`spillway run` with documents from the user's own function."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def curves(output: Path) -> list[dict[int, float]]:
 
 def test_a_killed_run_on_an_entry_point_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    for output, environment in ((whole, {}), (cut, {MARKER: str(tmp_path / "killed")})):
+    for output, environment in ((whole, {}), (cut, {MARKER: str(cut.with_suffix(".killed"))})):
         done = run(output, "cases.user_data:texts", **environment)
         assert done.returncode == 0, done.stdout + done.stderr
     assert [one["resumed_from_step"] for one in local_runs.events(whole, "start")] == [0]

@@ -19,7 +19,7 @@ from spillway_cli.console import Format
 def test_a_shortened_demo_is_killed_resumes_and_proves_its_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The demo's model and budgets with a fifth of its steps, on less text."""
+    """Uses the demo's model and budgets with a fifth of its steps, on less text."""
     document = demo_command.demo_job().model_dump(mode="json", by_alias=True, exclude_unset=True)
     document["spec"]["data"] = {"text": {"path": str(write_text(tmp_path / "text"))}}
     document["spec"]["training"] |= {"steps": 8, "schedule": {"name": "Constant"}}

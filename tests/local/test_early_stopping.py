@@ -1,4 +1,4 @@
-"""Runs that end when the evaluation loss no longer falls, and keep the checkpoint where it was lowest."""
+"""Runs that end when the evaluation loss no longer falls, and keep the checkpoint at which it was lowest."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_run_that_stopped_early_is_complete(stopped: Stopped, capsys: pytest.C
 
 
 def test_a_run_resumed_within_its_patience_ends_at_the_same_step(stopped: Stopped, tmp_path: Path) -> None:
-    """As after a crash: its last checkpoint is one of those before the end."""
+    """The run resumes from a checkpoint before its end, as after a crash."""
     output = Path(shutil.copytree(stopped.output, tmp_path / "out"))
     newest = max(names_in(output / "checkpoints"), key=lambda name: name.step)
     before = open_checkpoint(output / "checkpoints" / str(newest)).manifest

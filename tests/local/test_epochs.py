@@ -20,7 +20,7 @@ JOB = (
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With some sixty sequences of text."""
+    """A directory with a text of about sixty sequences."""
     root = tmp_path_factory.mktemp("epochs")
     text = local_runs.write_text(root / "all").joinpath("argparse.py").read_text(encoding="utf-8")
     (root / "text").mkdir()
@@ -50,7 +50,7 @@ def test_epochs_become_steps_and_can_be_raised(root: Path, capsys: pytest.Captur
         state = found.manifest.state
         assert (state.step, state.samples_consumed, state.schedule["num_steps"]) == (steps, 8 * steps, steps)
         assert 0 <= state.samples_consumed - epochs * sequences < 8
-        assert len(local_runs.events(root / "out", "start")) == ends  # the second invocation had nothing to do
+        assert len(local_runs.events(root / "out", "start")) == ends  # a second invocation has nothing to do
     assert "spec.training.epochs was 1, is now 2" in printed
 
 

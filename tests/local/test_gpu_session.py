@@ -1,4 +1,4 @@
-"""hack/gpu_session.py from end to end on a fake CUDA device: it runs unattended, and makes no figure up."""
+"""hack/gpu_session.py from end to end on a fake CUDA device: it runs unattended, and invents no figures."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ THERE = (
     *("numpy", "pyyaml", "safetensors", "tokenizers", "xxhash", "prometheus-client"),
     *("transformers", "peft", "typer", "rich", "nvidia-ml-py", "pytest"),
 )
-"""what a machine with a GPU has beside torch, as a rule"""
+"""packages that a machine with a GPU usually has in addition to torch"""
 RATES = ("rates", "update rates bfloat16", "update rates float32", "cpu rates", "disk rates")
 
 
 def session(output: Path, *options: str, python: str = sys.executable, packages: Path | None = None) -> int:
-    """Its exit code; what it printed goes to the test's output."""
+    """Runs the script; returns its exit code. Its output becomes the test's output."""
     preloading = fake_cuda.preloading(fake_cuda.library(packages))
     environment = {**fake_cuda.environment(), **preloading, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     command = [python, str(ROOT / "hack" / "gpu_session.py"), "--output", str(output), "--minutes", "240", *options]
@@ -46,7 +46,7 @@ def not_done(output: Path) -> dict[str, Any]:
 
 
 def assert_rehearsed(output: Path) -> None:
-    """Every cell is done, what can be compared is equal, and nothing is measured."""
+    """Asserts that every cell is done, that all comparisons are equal, and that nothing is measured."""
     results = Results(output)
     assert not_done(output) == {}
     assert results.lines.keys() == {"machine", *(cell.name for cell in gpu_session.cells(output))}
@@ -87,7 +87,8 @@ def test_a_whole_session_runs_on_a_fake_device(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[str, Path, Path]]]:
-    """(Python, its packages, wheels) of a machine that has torch 2.11, what is named, and nothing else."""
+    """A function that makes a machine with torch 2.11, the named packages and nothing else; it returns (Python, its
+    packages, wheels)."""
     CACHE.mkdir(parents=True, exist_ok=True)
     folders: list[Path] = []
 

@@ -1,4 +1,5 @@
-"""examples/huggingface_spilling.py, as it stands, on a tiny model: the losses of a plain loop, digit by digit."""
+"""examples/huggingface_spilling.py, unchanged, on a tiny model: its losses equal those of a plain loop in every
+digit."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 of two small layers and a tokenizer of the text's words."""
+    """A directory with a GPT-2 of two small layers, and a tokenizer of the text's words."""
     import tokenizers
     import transformers
 
@@ -39,7 +40,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(model_directory: Path, folder: Path, *options: str) -> tuple[list[str], str]:
-    """Of every step, and the last line."""
+    """Runs the example; returns its line for each step, and its last line."""
     text = folder / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     ended = subprocess.run(
@@ -58,5 +59,5 @@ def test_example_spills_with_the_losses_of_a_run_that_keeps_everything(model_dir
     assert spilled == kept
     assert (
         float(said.split()[0]) > float(said_of_kept.split()[0]) > 0
-    )  # the first step spills all, to see what there is
+    )  # the first step spills everything, to find out what is saved
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

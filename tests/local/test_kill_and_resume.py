@@ -1,4 +1,4 @@
-"""kill -9 at any moment costs at most the steps since the last commit, and changes no bit of what follows."""
+"""kill -9 at any moment loses at most the steps since the last commit, and changes no bit of the later results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRIALS = at(2, 12, 100)
 
 @dataclass(frozen=True)
 class Reference:
-    """The run that nobody interrupts."""
+    """A run that is not interrupted."""
 
     text: Path
     corpus: Path
@@ -65,7 +65,7 @@ def tensor_hashes(checkpoint: StoredCheckpoint) -> list[str]:
 
 
 def test_disabled_mode_gives_the_same_bits(reference: Reference, tmp_path: Path) -> None:
-    """The spread plan used host, NVMe, recompute and all three optimizer paths; Disabled uses none of them."""
+    """The reference's plan used host, NVMe, recompute and all three optimizer paths; Disabled uses none of them."""
     job = local_runs.job_file(tmp_path, reference.text, reference.corpus, epoch=1)
     assert local_runs.complete(job, local_runs.disabled_plan()) == 0, local_runs.log_of(tmp_path, 1)
     assert curves(tmp_path) == (reference.losses, reference.evaluations)
@@ -147,7 +147,7 @@ def test_an_earlier_epoch_is_fenced(reference: Reference, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("call", at((3,), (2, 4, 7), range(2, 8)))
 def test_killed_while_a_checkpoint_is_written_behind_training(reference: Reference, tmp_path: Path, call: int) -> None:
-    """The first durable file is the epoch's; then each checkpoint has one of tensors and its manifest."""
+    """The first durable file is the epoch's; then each checkpoint writes a file of tensors and its manifest."""
     step, first = 3 * (call // 2), local_runs.job_file(tmp_path, reference.text, reference.corpus, 1)
     process = killed_runs.start(first, local_runs.spread_plan(), [Kill("a durable file", call)])
     process.join()
@@ -179,7 +179,7 @@ def test_sigterm_while_a_checkpoint_is_written_behind_training_commits_it_and_on
 
 @pytest.mark.parametrize("trial", range(TRIALS))
 def test_killed_at_a_random_moment_the_curve_is_the_same(reference: Reference, tmp_path: Path, trial: int) -> None:
-    """Up to two kills, each at a uniformly random moment of an attempt, then an attempt that is left alone."""
+    """One or two attempts are killed, each at a uniformly random moment; then an attempt runs to its end."""
     moments = random.Random(trial)
     epoch = 1
     for epoch in range(1, moments.choice((2, 3))):

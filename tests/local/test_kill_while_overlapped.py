@@ -1,5 +1,5 @@
-"""kill -9 in the middle of an update that runs beside forward or backward: the next attempt has the bits of a run that
-nobody interrupts, without overlap and with everything on the device."""
+"""kill -9 in the middle of an update that overlaps forward or backward: the next attempt ends with the bits of a run
+that is not interrupted, has no overlap and keeps everything on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHANGES = {
     "steps: 12": "steps: 7",
     "everySteps: 7": "everySteps: 4",
     "everySteps: 3": "everySteps: 2",
-    'gradientClipping: "0.5"': 'gradientClipping: "0"',  # a step that is clipped commits nothing of backward's
+    'gradientClipping: "0.5"': 'gradientClipping: "0"',  # a clipped step commits no update that backward made
 }
 OVERLAPPED: dict[Overlap, OptimizerPlan] = {
     "Forward": OptimizerPlan(
@@ -47,7 +47,8 @@ KILLED: list[tuple[Overlap, str]] = [
 
 @dataclass(frozen=True)
 class Reference:
-    """The run that nobody interrupts, in memory.mode Disabled, and how often each overlapped one is at each point."""
+    """A run that is not interrupted, with memory.mode Disabled, and how often each overlapped run reaches each
+    point."""
 
     text: Path
     corpus: Path
@@ -69,7 +70,8 @@ def job_file(output: Path, text: Path, corpus: Path, epoch: int) -> JobFile:
 
 
 def figures(output: Path) -> tuple[object, ...]:
-    """Every step's loss and every evaluation's, each step once or with the same bits again; the last checkpoint."""
+    """The losses of all steps and evaluations (a repeated step adds none if its bits are the same), and the hashes of
+    the last checkpoint."""
     losses = {(entry["step"], entry["loss"]) for entry in local_runs.events(output, "step")}
     evaluations = {(entry["step"], entry["loss"]) for entry in local_runs.events(output, "evaluation")}
     last = choose_resume(output / "checkpoints").checkpoint

@@ -1,5 +1,5 @@
-"""`spillway run` of a model that takes twice the device memory that was predicted: it ends by itself, on other plans,
-with the bits of a run without techniques; and the same command remembers."""
+"""`spillway run` of a model that takes twice the predicted device memory: it completes by itself, with other plans and
+the bits of a run without techniques; and the same command remembers what was learned."""
 
 from __future__ import annotations
 

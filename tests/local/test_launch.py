@@ -1,4 +1,4 @@
-"""The launcher with real processes: signals, orders of death, output, what is left behind."""
+"""The launcher with real processes: signals, the order in which ranks end, output, and what is left behind."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Launched:
         )  # fmt: skip
 
     def wait_for_ranks(self, *ranks: int) -> list[dict[str, Any]]:
-        """What the ranks were started with."""
+        """Waits until the ranks have begun; returns the process id and environment of each."""
         paths = [self.directory / f"started-{rank}" for rank in ranks]
         wait_until(lambda: all(path.exists() for path in paths))
         return [json.loads(path.read_text()) for path in paths]
 
     def end(self) -> tuple[int, dict[str, Any]]:
-        """Exit code and termination message."""
+        """Waits for the launcher; returns its exit code and termination message."""
         self.out, self.err = self.process.communicate(timeout=PATIENCE_SECONDS)
         return self.process.returncode, json.loads(self.message_path.read_bytes())
 
@@ -102,6 +102,15 @@ def test_a_follower_that_ends_first_is_passed_over(tmp_path: Path) -> None:
     assert run(tmp_path, script)[0] == 73
 
 
+@pytest.mark.parametrize(
+    ("why", "cause"), [("remote process exited", 1), ("CUDA error: unspecified launch failure", 0)]
+)
+def test_a_rank_that_torch_ends_because_it_waits_in_nccl_is_a_follower(tmp_path: Path, why: str, cause: int) -> None:
+    words = f"[E1129 ProcessGroupNCCL.cpp:638] Aborting process on rank 0 due to error - {why}\nframe #1"
+    _, message = run(tmp_path, {"0": {"print": words, "end": "SIGABRT"}, "1": {"wait": 0, "end": "SIGKILL"}})
+    assert message["rank"] == cause
+
+
 def test_when_all_are_followers_the_first_one_speaks(tmp_path: Path) -> None:
     script = {"0": {"wait": "for ever"}, "1": said(1, "RankCrashed", follower=True)}
     code, message = run(tmp_path, script)
@@ -109,7 +118,7 @@ def test_when_all_are_followers_the_first_one_speaks(tmp_path: Path) -> None:
 
 
 def test_a_message_about_another_end_does_not_count(tmp_path: Path) -> None:
-    """The rank said that it was done, and was killed while it tidied up."""
+    """The rank reported that it had completed, and was killed while it cleaned up."""
     script = {"0": {"end": "SIGSEGV", "say": {"v": 1, "reason": "Completed", "exitCode": 0}}}
     code, message = run(tmp_path, script)
     assert (code, message["reason"], message["message"]) == (139, "RankCrashed", "rank 0 was killed by SIGSEGV")
@@ -157,7 +166,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_ranks_are_asked_to_stop_when_the_local_run_is_killed(tmp_path: Path) -> None:
-    """spillway run -> trainer_process -> launcher -> ranks: only the pipe breaks."""
+    """In the chain spillway run -> trainer_process -> launcher -> ranks, only the pipe of standard input breaks."""
     layout = {"name": "d", "epoch": 1, "termination_message_path": str(tmp_path / "said"), "ranks_per_node": 2}
     (tmp_path / "job.json").write_text(json.dumps(layout))
     waits = {"wait": "SIGTERM", **said(75, "Preempted")}
@@ -177,7 +186,8 @@ def test_ranks_are_asked_to_stop_when_the_local_run_is_killed(tmp_path: Path) ->
 
 
 def test_orphans_are_buried(tmp_path: Path) -> None:
-    """As PID 1 the launcher inherits every orphan of the pod; here it asks the kernel for the same duty."""
+    """As process 1, the launcher inherits every orphan of the pod; here it is made a subreaper, which has the same
+    duty."""
     subreaper = "import ctypes\nctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
     launched = Launched(tmp_path, {"0": {"orphan": True, "wait": "unready"}}, driver=subreaper + DRIVER)
     (rank,) = launched.wait_for_ranks(0)
@@ -187,11 +197,11 @@ def test_orphans_are_buried(tmp_path: Path) -> None:
 
 
 def pids_of_children(pid: int) -> set[int]:
-    """Zombies included."""
+    """Process ids of all children, including zombies."""
     return {int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
-# --- what ranks are given, what they print ----------------------------------------------------------------------------
+# --- ranks' environment and output ------------------------------------------------------------------------------------
 
 
 def test_ranks_know_their_place_in_the_world(tmp_path: Path) -> None:
@@ -205,7 +215,7 @@ def test_ranks_know_their_place_in_the_world(tmp_path: Path) -> None:
 
 
 def test_a_rank_keeps_the_launchers_locks_but_not_its_life_line(tmp_path: Path) -> None:
-    """spillway run hands its directory's lock down: nobody may start beside a rank that is still writing."""
+    """spillway run passes its directory's lock on, because no other run may start while a rank still writes."""
     lock = os.open(tmp_path, os.O_RDONLY)
     layout = {"name": "d", "epoch": 1, "termination_message_path": str(tmp_path / "said"), "ranks_per_node": 1}
     (tmp_path / "job.json").write_text(json.dumps(layout))
@@ -239,7 +249,7 @@ def script_launcher(folder: Path, command: Sequence[str], ranks: int = 1) -> lis
 
 
 def script(folder: Path, *command: str, ranks: int = 1) -> tuple[int, str, dict[str, Any]]:
-    """Exit code, output and termination message of a job with that command."""
+    """Runs a job with that command; returns its exit code, output and termination message."""
     ended = subprocess.run(script_launcher(folder, command, ranks), capture_output=True, text=True, check=False)
     return ended.returncode, ended.stdout + ended.stderr, json.loads((folder / "said").read_text())
 
@@ -264,7 +274,7 @@ def test_how_a_script_failed_is_the_last_line_that_it_printed(tmp_path: Path) ->
 
 @pytest.mark.parametrize("after", ["exit 0", "exit 143", "exit 5"])
 def test_a_script_that_ends_when_it_is_asked_to_is_run_again(tmp_path: Path, after: str) -> None:
-    """Also behind a shell: what it started is asked, too, and may save."""
+    """This also holds behind a shell: the processes that it started are asked to stop, too, and may save."""
     saves = f"trap 'echo saved > {tmp_path}/saved; {after}' TERM; echo up; while :; do sleep 0.05; done"
     launcher = asked(tmp_path, f'sh -c "{saves}"; true')
     os.kill(launcher.pid, signal.SIGTERM)
@@ -276,7 +286,7 @@ def test_a_script_that_ends_when_it_is_asked_to_is_run_again(tmp_path: Path, aft
 
 
 def asked(folder: Path, shell: str) -> subprocess.Popen[str]:
-    """A launcher whose script has printed its first line."""
+    """Starts a launcher, and waits until its script has printed its first line."""
     launcher = subprocess.Popen(script_launcher(folder, ["sh", "-c", shell]), stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None and launcher.stdout.readline() == "up\n"
     return launcher
@@ -348,7 +358,8 @@ def test_launcher_costs_a_twentieth_of_torchruns_agent() -> None:
 AGENTS_OWN_VARIABLES = {
     "COLUMNS", "LINES", "OMP_NUM_THREADS", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"
 }  # fmt: skip
-"""our trainer sets its threads itself; the error file is torchrun's form of a termination message"""
+"""variables that only torchrun's agent sets: our trainer sets its threads itself, and the error file is torchrun's form
+of a termination message"""
 
 
 @pytest.mark.ci

@@ -1,4 +1,4 @@
-"""Two ranks whose operator lowers what activations may take of the spill files, while they train."""
+"""Two ranks that train while the operator lowers the number of bytes that activations may use in the spill files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spillway.units import KIB, MIB
 pytestmark = pytest.mark.ci
 
 PLANNED_BYTES, CORRECTED_BYTES = MIB, 128 * KIB
-"""that activations may take of each rank's spill file"""
+"""bytes that activations may use in each rank's spill file"""
 CHANGES = {
     "steps: 4": "steps: 80",
     "evaluation: {": "# {",
@@ -31,13 +31,14 @@ CHANGES = {
 
 @dataclass
 class Neighbour:
-    """Whose bytes the operator answers for, once it has heard of the volume."""
+    """A neighbour on the spill volume, on whose account the operator's answers lower the bytes from the second report
+    about the volume on."""
 
     job: JobFile
     volumes: list[Any] = field(default_factory=list)
-    """as reported"""
+    """the spill volumes in reports, in order"""
     on_disk: list[tuple[int, list[int]]] = field(default_factory=list)
-    """what activations may take, and the bytes of each rank's file, at each report"""
+    """at each report: the bytes that activations may use, and the bytes of each rank's file"""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, report: ProgressReport) -> int | None:
@@ -59,7 +60,7 @@ def operator() -> Iterator[Operator]:
 
 
 def planned(job: JobFile, placement: str) -> MemoryPlan:
-    """The placement; what it has of activations on NVMe may move to host memory."""
+    """The plan of a placement whose activations on NVMe may move to host memory."""
     plan = rank_runs.plan_for(job, placement)
     nvme = TierBytes(activations=PLANNED_BYTES, optimizer_states=8 * MIB)
     host = plan.bytes[Tier.HOST].model_copy(update={"reserve": 4 * MIB})
@@ -67,13 +68,13 @@ def planned(job: JobFile, placement: str) -> MemoryPlan:
 
 
 def spilled(step: dict[str, Any]) -> int:
-    """Bytes of activations in the spill file, at most; what stays there between steps is not theirs."""
+    """Peak bytes of activations in the spill file, without the bytes that stay there between steps."""
     return int(step["tier_peak_bytes"]["nvme"]) - int(step["tier_bytes"]["nvme"])
 
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobFile, list[rank_runs.Ended]]:
-    """The run that moves nothing."""
+    """A run that keeps everything on the device, and its ranks' ends."""
     root = tmp_path_factory.mktemp("untouched")
     job = rank_runs.job_file(root / "run", local_runs.write_text(root / "text"), root / "corpus", 1, 2, CHANGES)
     return job, rank_runs.complete(job, rank_runs.plan_for(job))
@@ -108,11 +109,11 @@ def test_activations_move_to_host_memory_at_one_step_and_no_bit_changes(
 
 
 def check_volumes(neighbour: Neighbour) -> None:
-    """As they were reported, and the files on disk then."""
+    """Checks the volumes as they were reported, and the bytes of the files at that time."""
     assert {volume.num_ranks for volume in neighbour.volumes} == {2}
     assert {volume.activations for volume in neighbour.volumes} == {PLANNED_BYTES, CORRECTED_BYTES}
     assert neighbour.volumes[0].host_room == PLANNED_BYTES
-    # The first of each: what is told of a volume is from before a correction until the next look.
+    # The first entry for each: after a correction, reports show the volume's earlier state until the next look at it.
     files = {allowed: sizes for allowed, sizes in reversed(neighbour.on_disk) if len(sizes) == 2}
     for larger, smaller in zip(files[PLANNED_BYTES], files[CORRECTED_BYTES], strict=True):
         assert larger - smaller == PLANNED_BYTES - CORRECTED_BYTES

@@ -42,14 +42,14 @@ def spillway(*arguments: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A run that goes on until it is told to stop."""
+    """A run that continues until a test stops it."""
 
     process: subprocess.Popen[bytes]
     path: Path
 
     def kill(self) -> None:
-        """The trainer and who watches it, at once: nobody sees the end."""
-        self.process.send_signal(signal.SIGSTOP)  # so that it cannot note how its trainer ended
+        """Kills the trainer and its supervisor together, so that nobody notes the end."""
+        self.process.send_signal(signal.SIGSTOP)  # so that it cannot record how its trainer ended
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for child in (*map(int, children), self.process.pid):
             os.kill(child, signal.SIGKILL)

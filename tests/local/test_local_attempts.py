@@ -26,7 +26,7 @@ NOTHING = {"steps": [1, 0], "end": 0}
 
 
 class Recorder:
-    """A watcher that remembers, and calls `on_step` for every step."""
+    """A watcher that records events, and calls `on_step` for every step."""
 
     def __init__(self) -> None:
         self.started: list[int] = []
@@ -61,7 +61,7 @@ def supervise(
     watcher: Recorder | None = None,
     replan: Callable[[Attempt], Rung] = lambda ended: NO_RUNG,
 ) -> list[Attempt]:
-    """Run the fake trainer through `script`."""
+    """Runs the fake trainer through `script`; returns the attempts."""
     path.mkdir(exist_ok=True)
     run = RunDirectory(path)
     (path / "script.json").write_text(json.dumps(script))
@@ -256,7 +256,7 @@ def test_run_log_outlives_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None
 
 
 def test_another_plan_after_memory_ran_out_is_no_restart(tmp_path: Path) -> None:
-    """Nor does it end the run before its tries do: max_restarts is 1, and a crash follows."""
+    """Such a plan also does not end the run before its tries are used up: max_restarts is 1, and a crash follows."""
     rungs = iter([Rung("more room", taken=True), Rung("less", taken=True), Rung("none fits")])
     watcher = Recorder()
     ends = {"1": 70, "2": 1, "3": 76, "4": 72}

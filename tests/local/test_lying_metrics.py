@@ -1,7 +1,7 @@
-"""Prometheus killed, hanging, garbage, empty, stale and lying: jobs start as beside a good one.
+"""Prometheus killed, hanging, garbage, empty, stale and lying: jobs start as with a good one.
 
-The pairs are those of benchmarks/lying_metrics.py: a few by default; SPILLWAY_DEPTH=all runs the 30 that the bounds
-are for, and holds them.
+The pairs are those of benchmarks/lying_metrics.py. By default there are a few; SPILLWAY_DEPTH=all runs the 30 pairs for
+which the bounds are meant, and asserts the bounds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def run() -> benchmark.Run:
 
 
 def test_wrong_metrics_change_nothing_but_preferences(run: benchmark.Run) -> None:
-    """No request, required affinity, escalation or eviction results from them."""
+    """They cause no request, required affinity, escalation or eviction."""
     assert benchmark.complaints(run) == []
 
 
 def test_a_lie_is_believed_for_the_preference_and_nothing_else(run: benchmark.Run) -> None:
-    """So the other tests had something to be wrong about."""
+    """This shows that the lies have an effect, so that the other tests are not trivially true."""
     assert {start.preferred for start in run.starts[Health.WELL]} == {("node-b", "node-a")}
     assert {start.preferred for start in run.starts[Health.LYING]} == {("node-a",)}, "node-b's memory seems to stall"
 

@@ -1,4 +1,4 @@
-"""Each family from text to a directory that other programs load: trained, resumed, exported, loaded."""
+"""Each model family from text to a directory that other programs load: trained, resumed, exported and loaded."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module", params=some(MODELS, 2))
 def trained(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A run of its own corpus, complete."""
+    """A completed run of one family, with its own corpus: the model's name and the output directory."""
     output = tmp_path_factory.mktemp("run") / "whole"
     job = job_of(MODELS[request.param], text, output, epoch=1)
     plan = local_runs.spread_plan(len(build_model(job.spec).segments) - 2)
@@ -84,7 +84,7 @@ def trained(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest
 @pytest.mark.ci
 @pytest.mark.parametrize("trained", ["bert", "adapters"], indirect=True)
 def test_a_resumed_run_is_the_uncut_one(trained: tuple[str, Path], text: Path) -> None:
-    """It went on at step 3: hidden tokens, dropout, frozen parameters and all. On the way the plan changed."""
+    """The run resumes at step 3 under another plan, with hidden tokens, dropout and frozen parameters."""
     name, whole = trained
     cut = whole.parent / "cut"
     shutil.copytree(whole, cut)
@@ -112,7 +112,7 @@ def test_a_checkpoint_holds_what_is_trained_and_nothing_else(trained: tuple[str,
 
 
 def chain_at(name: str, checkpoint: Path, text: Path) -> Chain:
-    """In float32, with the checkpoint's masters and the seed's frozen values."""
+    """The chain of a model in float32, with the checkpoint's masters and, for frozen parameters, the seed's values."""
     model = MODELS[name] | {"precision": {"compute": "float32"}}
     chain = build_model(spec_of(model, text))
     allocate(chain)
@@ -137,7 +137,7 @@ def logits_of(model: nn.Module, objective: TrainingObjective, tokens: Tensor) ->
 
 
 def loaded(name: str, directory: Path) -> nn.Module:
-    """As another program loads it; nothing missing, nothing too much."""
+    """The exported model as another program loads it; asserts that no weights are missing or unexpected."""
     if name == "adapters":
         base = AutoModelForCausalLM.from_pretrained(directory / "base")
         return PeftModel.from_pretrained(base, directory).eval()
@@ -167,7 +167,8 @@ def spillway(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_exported_model_keeps_its_tokenizer_and_other_weights_are_rejected(  # noqa: PLR0915 - one life of a model
     text: Path, tmp_path: Path
 ) -> None:
-    """By the command line, from a claim: plan by inspection, run, adapters of a source, refusal of another source."""
+    """Uses the command line and a claim: a plan by inspection, a run, adapters on a source, and refusal of another
+    source."""
     first = job_of(MODELS["gpt2"], text, tmp_path / "first", epoch=1)
     assert local_runs.complete(first, local_runs.disabled_plan(2)) == 0
     tokenizer = tmp_path / "corpus" / "tokenizer.json"

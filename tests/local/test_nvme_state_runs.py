@@ -1,5 +1,5 @@
-"""`spillway run` with optimizer states on NVMe, from the manifest to the report: the bits of a run without techniques,
-also after the disk has failed or was full in the middle."""
+"""`spillway run` with optimizer states on NVMe, from the manifest to the report: it has the bits of a run without
+techniques, even if the disk fails or is full in the middle."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_plan_had_all_states_on_nvme_and_the_run_moved_them(on_nvme: Ended) 
     plan = json.loads((on_nvme.directory / "plan.json").read_text())
     assert plan["optimizer"]["nvme_share"] == 1.0
     states = plan["bytes"]["nvme"]["optimizer_states"]
-    for step in list(on_nvme.log.steps.values())[1:]:  # the first update finds no moments to read
+    for step in list(on_nvme.log.steps.values())[1:]:  # the first update has no moments to read
         read, written = (step.metrics.moved_bytes[lane] for lane in ("nvme_read", "nvme_write"))
         assert 0 < read <= states
         assert 0 < written <= states
@@ -139,7 +139,7 @@ def test_states_a_full_volume_rejects_stay_in_host_memory_if_there_is_room(
     ended = run(tmp_path, ON_NVME, text, **failing(tmp_path, Direction.WRITE, errno.ENOSPC))
     assert (ended.code, len(ended.document["attempts"])) == (0, 1), ended.said
     host = [step.metrics.tier_peak_bytes["host"] for _, step in sorted(ended.log.steps.items())]
-    # The checkpoint that sets the disk to fail is committed behind training: at step 3 or later, perhaps within a step.
+    # The checkpoint that makes the disk fail is committed behind training: at step 3 or later, perhaps within a step.
     assert sorted(host) == host and host[0] == host[1] < host[-1], host
     assert ended.figures == plain.figures
 

@@ -1,4 +1,4 @@
-"""The operator as a process, on a fake API server: start, probes, stop, death of a part, and memory."""
+"""The operator as a process, with a fake API server: start, probes, stop, failure of a part, and memory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from spillway_operator.settings import Settings, variable
 from spillway_trainer.launch.launcher import free_ports
 
 MOST_RESIDENT_BYTES = 120 * 1024**2
-"""of the operator with NUM_JOBS jobs under way"""
+"""limit of the operator with NUM_JOBS active jobs"""
 NUM_JOBS = 100
 PATIENCE_SECONDS = 240.0
-"""a loaded machine starts slowly"""
+"""long, because processes start slowly on a busy machine"""
 
 
 @dataclass
@@ -108,14 +108,15 @@ def all_are(state: str, api: FakeApi, expected: int) -> Callable[[], bool]:
 
 
 def run_all_pods(api: FakeApi) -> None:
-    """As their kubelets and the Job controller would: an attempt that stays unready is looked at again and again."""
+    """Marks all attempts as running, as kubelets and the Job controller would, because the operator polls attempts that
+    are not ready."""
     for (kind, _, _), job in list(api.objects.items()):
         if kind == "jobs":
             api.put("jobs", job | {"status": {"active": 1, "ready": 1}})
 
 
 def test_100_jobs_start_within_the_memory_limit_and_sigterm_exits_cleanly(tmp_path: Path) -> None:
-    """Half of them are there at the start, half come by the watch."""
+    """Half of the jobs exist at the start; the other half arrive by the watch."""
 
     async def scenario() -> None:
         async with FakeApi().running() as api:
@@ -179,13 +180,14 @@ def test_without_the_crds_it_says_so_and_waits(tmp_path: Path) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("thinks", [set(), {"jobs"}])
 def test_kind_that_is_no_longer_served_ends_the_process_naming_its_crd(tmp_path: Path, thinks: set[str]) -> None:
-    """Also when the server has not yet answered the watch of another kind: kopf alone would wait for that for ever."""
+    """This also holds if the server has not yet answered the watch of another kind; kopf alone would wait for it for
+    ever."""
 
     async def scenario() -> None:
         async with FakeApi().running() as api:
             async with operator(api, tmp_path) as running:
                 await running.until(running.ready)
-                await running.until(lambda: api.is_watched("trainingjobs"))  # ready after a list, a moment before
+                await running.until(lambda: api.is_watched("trainingjobs"))  # ready after a list, just before the watch
                 api.thinks |= thinks
                 api.fail("GET", "trainingjobs", 404, times=100)
                 api.end_watches()
@@ -207,7 +209,8 @@ def test_a_watch_that_hears_nothing_fails_liveness(tmp_path: Path) -> None:
             lists = 0
 
             async def is_dead() -> bool:
-                """With one more job after each list, so that every list knows of one that the watch did not report."""
+                """Adds a job after each list, so that every list has a job that the watch did not report; returns
+                whether the probe fails."""
                 nonlocal lists
                 if api.count("GET", "/trainingjobs") > lists:
                     lists = api.count("GET", "/trainingjobs")
@@ -216,7 +219,7 @@ def test_a_watch_that_hears_nothing_fails_liveness(tmp_path: Path) -> None:
 
             await running.until(is_dead)
             assert "watch" in (await running.get("/healthz"))[1]
-            assert count(api, "jobs") > 0  # complete lists keep it working meanwhile
+            assert count(api, "jobs") > 0  # meanwhile, it works with complete lists
 
     asyncio.run(scenario())
 

@@ -1,4 +1,4 @@
-"""The Chain with a loss of its own in docs/models.md, trained as a job."""
+"""Trains the Chain with its own loss from docs/models.md as a job."""
 
 from __future__ import annotations
 

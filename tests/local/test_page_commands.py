@@ -1,6 +1,6 @@
-"""The commands of the pages that this machine can run, as they are written, in a copy of the tree.
+"""Runs those commands of the documentation pages that this machine can run, as they are written, in a copy of the tree.
 
-What costs minutes runs at the deeper depths (cases/page_commands.py). The README's job is made three steps long.
+Commands that take minutes run only at greater depths (cases/page_commands.py). The README's job is cut to three steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spillway.errors import ExitCode
 COPIED = ("examples", "docs", "csrc", "Makefile", "README.md", "pyproject.toml", "uv.lock", "CMakeLists.txt")
 PLANNED = (ExitCode.COMPLETED, ExitCode.FITS_WITH_SPILLING)
 ACCEPTED = {command: PLANNED for command in LOCAL if " plan " in command} | {".venv/bin/spillway doctor": (0, 1)}
-"""doctor: 1 where this machine has an error"""
+"""command -> accepted exit codes; doctor exits with 1 if it finds an error of this machine"""
 
 
 def to_run(page: Path) -> list[str]:
@@ -30,7 +30,7 @@ def to_run(page: Path) -> list[str]:
 
 
 def copied_tree(directory: Path) -> Path:
-    """As after `make env`."""
+    """Makes a copy of the tree in the state after `make env`; returns its directory."""
     for name in COPIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
         copy(ROOT / name, directory / name)

@@ -1,16 +1,17 @@
-"""What a plan predicts for each tier against what the kernel and torch measure, within 10 %.
+"""A plan's predictions for each tier agree with what the kernel and torch measure, within 10 %.
 
 Every cell is a fresh process (`harness/peak_run.py`) that assembles a real run under the plan that `make_plan` made:
     device + host   growth of the process's peak resident set; on a CPU both are its memory
     host            resident pages of the slab's mapping
-    device          the trainer's ledger, which is held against the peak of torch's memory tracker where nothing moves
-                    (that tracker sees the main thread only) and, with the host slab, against the first row everywhere
-    NVMe            extents in use, and blocks of the spill file on disk against the slab that the plan asks for
+    device          the trainer's ledger, which is compared with the peak of torch's memory tracker if nothing moves
+                    (that tracker sees only the main thread) and, plus the host slab, always with the first row
+    NVMe            extents in use, and blocks of the spill file on disk, compared with the plan's slab
 
-Host memory may be less where activations wait for NVMe: how many buffers do at once depends on the machine.
+Host memory may be less than planned if activations wait for NVMe, because the number of waiting buffers depends on the
+machine.
 
-Seven cells in CI, twenty in `make test-all`. The same yardsticks say what homes on NVMe are for: parameters
-there train while memory holds less than half of them.
+CI runs seven cells, and `make test-all` runs twenty. The same measures show the use of homes on NVMe: parameters there
+train while memory holds less than half of them.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ pytestmark = pytest.mark.ci
 TOLERANCE = 0.10
 NODE = local_node(1, 8 * GIB, 8 * GIB, 16 * GIB)
 SLOW_LINK = replace(NODE, link=replace(NODE.link, h2d_bytes_per_second=1e7))
-"""loads of parameters are what costs: many micro-batches share each"""
+"""a node on which loading parameters is expensive, so that many micro-batches share each load"""
 
 
 SLOW = replace(NODE, bfloat16_flops_per_second=1e9)
-"""too slow to recompute anything"""
+"""a node that is too slow to recompute anything"""
 
 
 def model(**sizes: Any) -> dict[str, Any]:
@@ -64,11 +65,11 @@ class Cell:
     changes: dict[str, Any] = field(default_factory=dict)
     node: NodeSpec = NODE
     holds: tuple[str, ...] = ()
-    """what the plan must do, or the cell tests something else"""
+    """properties that the plan must have; otherwise, the cell would test something else"""
 
     @property
     def in_one_thread(self) -> bool:
-        """Nothing moves on other threads, which torch's tracker does not see."""
+        """Whether nothing moves on other threads, which torch's tracker does not see."""
         return not {*self.holds} - {"lean"}
 
 
@@ -81,7 +82,7 @@ def forced(placement: str, policy: str, **more: Any) -> dict[str, Any]:
 
 
 MANY = {"spec.training.globalBatchSize": 48}
-"""micro-batches, so that reads and writes meet in all the ways in which they can"""
+"""many micro-batches, so that reads and writes overlap in all possible ways"""
 FLOAT32 = {"spec.model.precision.compute": "float32"}
 STREAM = {"spec.memory.advanced.parameters.placement": "Stream"}
 T5 = {"spec.model.config": {"architecture": "t5", "hiddenSize": 512, "numLayers": 6, "numHeads": 8,
@@ -124,7 +125,7 @@ CELLS = {
 }  # fmt: skip
 DIFFERENT = ("large vocabulary", "states interleaved, recomputed", "activations to NVMe", "lean", "tied, dropout",
              "streamed from NVMe", "weight-stationary")  # fmt: skip
-"""measured in CI: each of the others is near one of these"""
+"""cells that CI measures; each of the others is similar to one of these"""
 NAMES = [*CELLS] if FULL else [*DIFFERENT]
 
 
@@ -160,14 +161,14 @@ def measured(cell: Cell, directory: Path) -> tuple[MemoryPlan, dict[str, int]]:
     write(directory, "tiny", *tiny(cell))
     yardsticks = ["torch"] if cell.in_one_thread else []
     command = [sys.executable, "-m", "harness.peak_run", str(directory), *yardsticks]
-    environment = os.environ | IMPORTABLE | {"THP_MEM_ALLOC_ENABLE": "1"}  # as the trainer sets it for itself
+    environment = os.environ | IMPORTABLE | {"THP_MEM_ALLOC_ENABLE": "1"}  # the trainer sets the same for itself
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return plan, json.loads(done.stdout.splitlines()[-1])
 
 
 def tiny(cell: Cell) -> tuple[TrainingJob, MemoryPlan]:
-    """The cell's job with a model of no size."""
+    """The cell's job and plan with a tiny model."""
     changes = dict(cell.changes)
     changes = {name: value for name, value in changes.items() if not name.startswith("spec.memory.budget")}
     small = model(hiddenSize=64, numLayers=2, intermediateSize=160, vocabSize=512)
@@ -178,7 +179,8 @@ def tiny(cell: Cell) -> tuple[TrainingJob, MemoryPlan]:
 
 
 def staging_bytes(plan: MemoryPlan) -> int:
-    """How many of these buffers wait for the volume at once depends on the machine: the plan counts them all."""
+    """Bytes of buffers that may wait for the volume. The plan counts all of them, but how many wait at once depends on
+    the machine."""
     return plan.bytes[Tier.HOST].buffers if Policy.NVME in plan.activations.answers else 0
 
 
@@ -188,7 +190,7 @@ def test_every_tiers_predicted_peak_is_what_is_measured(
 ) -> None:
     plan, found = measured(CELLS[name], tmp_path)
     device, host, nvme = (plan.bytes[tier].total for tier in Tier)
-    # The pool's slack is the process's own (pod_resources.RANK_BYTES).
+    # The pool's slack is part of the process's own memory (pod_resources.RANK_BYTES).
     rows = [
         ("device + host", device + host, found["rss"] - native.POOL_SLACK_BYTES),
         ("device", device, found["own_device"]),
@@ -215,7 +217,7 @@ def test_every_tiers_predicted_peak_is_what_is_measured(
 DEEP = model(hiddenSize=384, numLayers=16, numHeads=4, numKeyValueHeads=4, intermediateSize=1056) | {
     "spec.training.sequenceLength": 64, "spec.training.microBatchSize": 1, "spec.training.globalBatchSize": 2,
 }  # fmt: skip
-"""many small segments, few tokens: what is held is parameters, or what comes of them"""
+"""many small segments and few tokens, so that memory holds mostly parameters, gradients and states"""
 STREAMED = {
     "trained, states on NVMe too": DEEP | STREAM | forced("Nvme", "Recompute"),
     "frozen below adapters": DEEP | STREAM | forced("Host", "Recompute") | {"spec.model.lora": {"rank": 4}},
@@ -227,8 +229,8 @@ STREAMED_NAMES = [*STREAMED] if FULL else [*STREAMED][:1]
 def test_nvme_parameters_train_with_less_than_half_of_them_in_memory(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same run twice, with homes in host memory and with a host budget that has no room for most of them. What the
-    first grows by beyond the parameters (gradients, states, slots, activations), the second does, too."""
+    """Makes the same run twice: with homes in host memory, and with a host budget that has no room for most of them.
+    Both need the same memory in addition to the parameters (gradients, states, slots, activations)."""
     plan, with_all = grown(STREAMED[name], tmp_path / "host")
     nbytes = sum(held.parameters for held in plan.bytes.values())
     assert plan.bytes[Tier.HOST].parameters > nbytes * 0.8
@@ -242,7 +244,7 @@ def test_nvme_parameters_train_with_less_than_half_of_them_in_memory(
 
 
 def grown(changes: dict[str, Any], directory: Path) -> tuple[MemoryPlan, int]:
-    """The plan, and what the process's peak resident set grew by: device and host together."""
+    """The plan, and the growth of the process's peak resident set: device and host together."""
     directory.mkdir()
     plan, found = measured(Cell(changes, holds=("streams", "recompute")), directory)
     return plan, found["rss"]

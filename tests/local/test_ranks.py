@@ -1,4 +1,4 @@
-"""Several ranks fail, stop and go on together."""
+"""Several ranks fail, stop and continue together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOSS_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Reference:
-    """The run of two ranks that nobody interrupts."""
+    """A run of two ranks that is not interrupted."""
 
     text: Path
     corpus: Path
@@ -63,7 +63,7 @@ def hashes(checkpoint: StoredCheckpoint) -> list[str]:
 
 
 def started_until(job: JobFile, reached: Callable[[], bool], placement: str | None = None) -> rank_runs.Started:
-    """Start all ranks and wait until the run has come there."""
+    """Starts all ranks, and waits until `reached()`."""
     started = rank_runs.start(job, rank_runs.plan_for(job, placement))
     wait_until(reached, started.look)
     return started
@@ -99,7 +99,7 @@ def test_killed_rank_ends_the_others_and_all_restart_from_the_checkpoint(
 def test_rank_killed_in_an_exchange_behind_backward_ends_the_others(
     reference: Reference, tmp_path: Path, victim: int, bucket: int
 ) -> None:
-    """In one of about ten buckets of a step."""
+    """The rank is killed in one of about ten buckets of a step."""
     first = reference.attempt(tmp_path, epoch=1)
     buckets = {rank_runs.BUCKET_VARIABLE: "5003", rank_runs.DIES_VARIABLE: f"{victim} {bucket}"}
     ended = rank_runs.start(first, rank_runs.plan_for(first, "interleaved, mixed"), **buckets).join()
@@ -116,7 +116,7 @@ def test_rank_killed_in_an_exchange_behind_backward_ends_the_others(
 
 
 def test_rank_that_fails_in_backward_ends_the_others_and_is_the_cause(reference: Reference, tmp_path: Path) -> None:
-    """It leaves once the others have come to the exchanges that it began, and they find that it is gone."""
+    """The failing rank leaves once the others have reached the exchanges that it began; they find that it is gone."""
     job = reference.attempt(tmp_path, epoch=1)
     variables = {rank_runs.BUCKET_VARIABLE: "5003", rank_runs.FAILS_VARIABLE: "1 100"}
     survivor, failed = rank_runs.start(job, rank_runs.plan_for(job, "interleaved, mixed"), **variables).join()
@@ -140,7 +140,7 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(reference: Reference,
 
 
 def test_the_number_of_ranks_may_change_with_every_attempt(reference: Reference, tmp_path: Path) -> None:
-    """2 -> 1 -> 2: the checkpoint and the order of samples know no ranks."""
+    """2 -> 1 -> 2 ranks: the checkpoint and the order of samples do not depend on the number of ranks."""
     for epoch, world in ((1, 2), (2, 1)):
         job = reference.attempt(tmp_path, epoch, world)
         started = started_until(job, at_step(job, 8 * epoch))
@@ -165,7 +165,7 @@ def test_a_plan_that_only_one_rank_has_is_refused_by_all(reference: Reference, t
 
 
 def test_what_rank_0_may_not_do_no_rank_does(reference: Reference, tmp_path: Path) -> None:
-    """A later epoch owns the run: rank 0 alone looks, and every rank ends as Fenced."""
+    """A later epoch owns the run. Only rank 0 checks this, and every rank ends as Fenced."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "epoch-5.json").write_bytes(
         (Path(reference.job.checkpoint_directory) / "epoch-1.json").read_bytes()
@@ -192,7 +192,7 @@ def test_rank_0_alone_writes_the_log_of_the_run(reference: Reference) -> None:
 
 
 def one_of_two(reference: Reference, output: Path, rank: int, **environment: str) -> rank_runs.Started:
-    """A rank whose peer never comes."""
+    """Starts one rank of two without its peer, and waits until the rank waits for it."""
     job = reference.attempt(output, epoch=1)
     started = rank_runs.start(job, rank_runs.plan_for(job), only=rank, **environment)
     wait_until(lambda: rank_runs.gathers(job, rank), started.look)
@@ -210,7 +210,7 @@ def test_a_rank_that_never_comes_is_named(reference: Reference, tmp_path: Path, 
 def test_a_rank_waits_beyond_its_limit_while_a_pod_is_not_ready(
     reference: Reference, tmp_path: Path, early: int
 ) -> None:
-    """Its image is still being pulled, or its node is being created. It looks ten times within its limit."""
+    """The pod's image may still be pulled, or its node created. The rank looks ten times within its limit."""
     looks, port = tmp_path / "looks", str(free_ports(1)[0])
     variables = {"SPILLWAY_RENDEZVOUS_SECONDS": "0.2", "MASTER_PORT": port, rank_runs.LOOKS_VARIABLE: str(looks)}
     waiting = one_of_two(reference, tmp_path, early, **variables)
@@ -223,7 +223,7 @@ def test_a_rank_waits_beyond_its_limit_while_a_pod_is_not_ready(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_while_ranks_gather_ends_at_once(reference: Reference, tmp_path: Path, rank: int) -> None:
-    """A rank that went on waiting for its peer would be a hang."""
+    """If the rank continued to wait for its peer, it would hang."""
     started = one_of_two(reference, tmp_path, rank)
     os.kill(started.pid(rank), signal.SIGTERM)
     (ended,) = started.join()

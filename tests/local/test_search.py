@@ -1,4 +1,5 @@
-"""A search run for real: a killed one goes on with the same members, and stops and trains what the whole one does."""
+"""A real search: after a kill it continues with the same members, and stops and trains the same ones as an
+uninterrupted search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ResNet, as an entry point returns it: planned by inspection, trained with all that moves, resumed."""
+"""A ResNet, as an entry point returns it: planned by inspection, trained with everything that can move, and resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ci
 
 STEPS = 7
 NUM_BLOCKS = 2
-"""stages of sequential_models.resnet"""
+"""number of stages of sequential_models.resnet"""
 
 
 def job_of(text: Path) -> TrainingJob:
@@ -68,7 +68,7 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_resumed_resnet_is_the_uncut_one_running_statistics_and_all(whole: Path, text: Path) -> None:
-    """It went on at step 6 under another plan; its evaluations read the statistics."""
+    """The run resumes at step 6 under another plan; its evaluations use the running statistics."""
     cut = whole.parent / "cut"
     shutil.copytree(whole, cut)
     shutil.rmtree(cut / "checkpoints" / f"step-{STEPS}.e1")

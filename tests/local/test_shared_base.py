@@ -1,5 +1,5 @@
-"""Adapters on one frozen base, trained together for real: each member is bit for bit what it is alone, and a round of
-all of them moves the bytes of the base once."""
+"""Real runs of adapters that train together on one frozen base: each member equals its solo run bit for bit, and a
+round of all members moves the bytes of the base once."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def together(
     num_slots: int = 2,
     turn_steps: int = 2,
 ) -> MemoryPlan:
-    """Every member streams its frozen parameters, and leaves its states to the CPU. No homes: all is resident."""
+    """A plan in which every member streams its frozen parameters and updates its states on the CPU. Without homes,
+    everything is resident."""
     parameters = ParameterPlan(homes=homes, num_slots=num_slots, order="WeightStationary", boundaries=boundaries)
     plan = local_runs.disabled_plan(LAYERS).model_copy(
         update={
@@ -158,7 +159,7 @@ def all_as_alone(job: JobFile, solo: dict[str, Path]) -> None:
 
 
 def moved(job: JobFile, link: str, step: int) -> int:
-    """Bytes of all members in one step of each."""
+    """Bytes that all members together moved over a link in their step number `step`."""
     names = [one.name for one in job.spec.members]
     steps = [local_runs.events(sweep_runs.member_output(job, name), "step") for name in names]
     return sum(event["moved_bytes"].get(link, 0) for events in steps for event in events if event["step"] == step)
@@ -216,7 +217,7 @@ def on_two_devices(plan: MemoryPlan) -> MemoryPlan:
 def test_members_on_the_base_of_two_devices_are_their_solo_runs(
     tmp_path: Path, text: Path, model: Path, solo: dict[str, Path]
 ) -> None:
-    """Two of three together, and the third on the other device."""
+    """Two of three members train together, and the third trains on the other device."""
     job = sweep_file(tmp_path, text, model)
     run(job, on_two_devices(together(job, 2)))
     all_as_alone(job, solo)
@@ -227,7 +228,7 @@ NUM_ADAPTERS = 16 if FULL else 4
 
 
 def test_each_device_loads_the_base_once_per_round_for_all_its_members(tmp_path: Path, text: Path, model: Path) -> None:
-    """Adapters of three ranks and as many rates, half of them on each device."""
+    """Uses adapters of three ranks with different learning rates, half of them on each device."""
     listed = "".join(
         f"  - {{name: a{index:02}, model: {{lora: {{rank: {(2, 4, 8)[index % 3]}}}}}, "
         f'training: {{optimizer: {{learningRate: "{index + 1}e-3"}}}}}}\n'
@@ -244,7 +245,7 @@ def test_each_device_loads_the_base_once_per_round_for_all_its_members(tmp_path:
 
 
 KILLS = range(1, 9 * 2 * LAYERS * len(NAMES), 5) if FULL else (25,)
-"""calls: three members x 2 x segments a round, and their last ones"""
+"""numbers of the calls at which a run is killed: three members x 2 x segments in each round, up to the last ones"""
 
 
 @pytest.mark.parametrize("call", KILLS)
@@ -298,7 +299,7 @@ def test_a_member_on_another_base_than_the_plan_says_is_refused() -> None:
 def test_a_planned_sweep_on_one_base_stays_within_its_plan(
     tmp_path: Path, text: Path, model: Path, solo: dict[str, Path]
 ) -> None:
-    """Ledger and slabs, which raise beyond their budgets, against what the planner said."""
+    """The ledger and the slabs raise errors beyond their budgets, which are the planner's."""
     sizes = (
         "config: {architecture: llama, hiddenSize: 32, numLayers: 2, numHeads: 2, intermediateSize: 64, "
         "vocabSize: 512, tieWordEmbeddings: true}"

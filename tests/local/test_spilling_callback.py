@@ -15,7 +15,7 @@ from spillway_trainer.activation_spill.callback import SpillingCallback
 
 
 class Seen(TrainerCallback):
-    """What a tracker behind it gets."""
+    """Records the logs that a tracker after the spilling callback gets."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -56,6 +56,18 @@ def test_a_trainer_of_transformers_spills_and_has_the_same_weights(tmp_path: Pat
     assert stats.written_bytes > 0 and stats.read_bytes > 0
     assert (stats.held_on_nvme_bytes, stats.held_in_memory_bytes) == (0, 0)
     assert len(seen.logs) > 4 and all("spilled_gib" in line for line in seen.logs)
+
+
+def test_a_training_that_raised_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    callback, model = SpillingCallback(tmp_path, nvme_bytes="256Mi"), torch.nn.Linear(2, 2)
+    callback.on_train_begin(None, None, None, model=model)
+    first = callback.spilling
+    callback.on_train_begin(None, None, None, model=model)  # without on_train_end, as after an exception
+    assert first is not None and callback.spilling is not first
+    with pytest.raises(UserError, match="this Spilling is closed"), first:
+        pass
+    callback.on_train_end(None, None, None)
+    assert "forward" not in vars(model)
 
 
 @pytest.mark.parametrize("size", ["16 GB", "much", "-1Gi"])

@@ -19,7 +19,7 @@ EARLIER = local_runs.JOB.replace("steps: 12", "steps: 4")
 LATER = (
     local_runs.JOB.replace("steps: 12", "steps: 1")
     .replace("warmupSteps: 3", "warmupSteps: 1")
-    .replace('{learningRate: "2e-3"}', '{learningRate: "1e-30", weightDecay: "0"}')  # leaves every parameter as it is
+    .replace('{learningRate: "2e-3"}', '{learningRate: "1e-30", weightDecay: "0"}')  # leaves every parameter unchanged
     .replace("checkpoint: {", "checkpoint: {from: {path: EARLIER}, ")
 )
 
@@ -33,7 +33,7 @@ def run(root: Path, name: str, document: str, **places: Path) -> int:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a finished run, `earlier`, and a text that it was not trained on."""
+    """A directory with a finished run, `earlier`, and a text on which it was not trained."""
     root = tmp_path_factory.mktemp("from")
     text = local_runs.write_text(root / "text")
     (root / "new").mkdir()

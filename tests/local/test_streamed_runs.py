@@ -1,4 +1,5 @@
-"""Real trainer processes whose parameters stream from NVMe, under a plan written by hand: a model of four devices."""
+"""Real trainer processes whose parameters stream from NVMe, under a hand-written plan: the model has four times the
+device's size."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ CHANGES = {
     'fraction: "0.05"': 'fraction: "0.001"',
 }
 PARAMETER_BYTES = 2 * (512 * 64 + 64 + NUM_LAYERS * (2 * 64 + 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160))
-"""bfloat16; the head is tied to the embedding"""
+"""bytes in bfloat16; the head is tied to the embedding"""
 DEVICE_BYTES = PARAMETER_BYTES // 4
 
 
@@ -46,7 +47,7 @@ def job_file(output: Path, text: Path, corpus: Path, epoch: int) -> JobFile:
 
 
 def plan(mode: str, device_bytes: int) -> MemoryPlan:
-    """Everything streams, or everything stays."""
+    """A plan in which all parameters stream (mode Auto) or all are resident."""
     count, update = NUM_LAYERS + 2, dict[str, object]()
     if mode == "Auto":
         update = {
@@ -80,7 +81,7 @@ STREAMED = plan("Auto", DEVICE_BYTES)
 
 @dataclass(frozen=True)
 class Reference:
-    """The run whose parameters stay on a device that is large enough."""
+    """A run whose parameters stay on a device that is large enough."""
 
     text: Path
     corpus: Path
@@ -144,7 +145,7 @@ def test_the_resident_run_does_not_fit_into_that_device(reference: Reference, tm
 
 @pytest.mark.ci
 def test_kill_leaves_no_parameter_bytes_and_the_next_attempt_resumes(reference: Reference, tmp_path: Path) -> None:
-    """The homes are in the same nameless file as spilled activations: what ends the process frees them."""
+    """Homes are in the same nameless file as spilled activations, so the end of the process frees them."""
     job = job_file(tmp_path, reference.text, reference.corpus, epoch=1)
     process = local_runs.start_attempt(job, STREAMED)
 

@@ -1,4 +1,4 @@
-"""`hack/supervised.py`, which runs the suite: whatever its command starts has ended when it ends."""
+"""`hack/supervised.py`, which runs the suite: all processes that its command started have ended when it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def start(directory: Path, script: str) -> subprocess.Popen[str]:
 
 
 def started(directory: Path) -> list[int]:
-    """Both processes, in sessions of their own, once they have begun."""
+    """Waits until both processes, which are in separate sessions, have begun; returns their process ids."""
     files = [directory / name for name in ("pid", "inner")]
     wait_until(lambda: all(file.exists() and file.read_text().endswith("\n") for file in files))
     return [int(file.read_text()) for file in files]

@@ -1,4 +1,4 @@
-"""Sweeps run for real: every member is bit for bit what it is alone, however turns, rounds, failures and kills fall."""
+"""Real runs of sweeps: every member equals its solo run bit for bit, whatever its turns, rounds, failures and kills."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(job: JobFile, turn_steps: int) -> None:
 
 
 KILLS = [Kill("a step", 6), Kill("parking", 2)]
-"""one attempt each, after which another one goes on; test_sweep_kills.py has one for every moment"""
+"""kills that end one attempt each, after which another attempt continues; test_sweep_kills.py kills at every moment"""
 
 
 @pytest.mark.parametrize("turn_steps", [1, 3] if FULL else [3])
@@ -103,7 +103,7 @@ TWO = (
 
 
 def two(output: Path, text: Path, epoch: int, steps: int) -> JobFile:
-    """Two members whose vocabularies, and so corpora, differ; its job.json is written."""
+    """A sweep of two members whose vocabularies, and so corpora, differ; writes its job.json."""
     job = TWO.replace("STEPS", str(steps))
     made = sweep_runs.sweep_file(output, text, output / "corpus", epoch, job=job)
     (output / "job.json").write_text(made.model_dump_json())
@@ -208,7 +208,7 @@ DRAWN = """
 def test_members_whose_model_draws_buffers_draw_those_of_their_solo_runs(
     tmp_path: Path, text: Path, corpus: Path
 ) -> None:
-    """In every turn: no checkpoint and no parked member holds such a buffer."""
+    """They draw the buffers in every turn, because no checkpoint and no parked member holds them."""
     before, _, after = sweep_runs.JOB.partition("    config:")
     document = f"{before}    entrypoint: cases.user_models:drawing\n{after[after.index('  data:') :]}"
     document = document[: document.index("  members:")] + f"  members:{DRAWN}"
@@ -226,7 +226,7 @@ def test_members_whose_model_draws_buffers_draw_those_of_their_solo_runs(
 
 @pytest.mark.ci
 def test_a_round_whose_values_are_lost_is_an_error_and_no_early_end(tmp_path: Path, text: Path, corpus: Path) -> None:
-    """The best member's checkpoint is beyond the round: it will not report there again."""
+    """The best member's checkpoint is beyond the round, so it will not report the round's value again."""
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, objective="halving: 4")
     process = killed_runs.start(job, sweep_runs.sweep_plan(job, 2), [Kill("a step", 15)])
     process.join()
@@ -241,7 +241,7 @@ def test_a_round_whose_values_are_lost_is_an_error_and_no_early_end(tmp_path: Pa
 def test_unwritable_member_directory_fails_the_job_and_costs_no_member(
     tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path]
 ) -> None:
-    """Not each member's own: with rounds of halving such a member would stay out for good."""
+    """This is not a failure of each member: with rounds of halving, a failed member would stay out for ever."""
     (tmp_path / "members").write_text("in the way")
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, objective="halving: 4")
     assert local_runs.complete(job, sweep_runs.sweep_plan(job, 2)) == ExitCode.USER_ERROR
@@ -271,7 +271,7 @@ def test_a_log_that_no_disk_has_room_for_ends_the_attempt_and_no_member(
 
 
 def test_sweep_resumed_with_another_metric_past_its_round_is_rejected(tmp_path: Path, text: Path, corpus: Path) -> None:
-    """All are beyond the round: by the loss it was decided, of evaluations there it has none."""
+    """All members are beyond the round: it was decided by their losses, and they have no evaluations there."""
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 1, objective="halving: 4, metric: Loss")
     process = killed_runs.start(job, sweep_runs.sweep_plan(job, 2), [Kill("a step", 15)])
     process.join()

@@ -1,5 +1,5 @@
-"""Sweeps on several devices, each with a process of its own: every member is bit for bit what it is alone, wherever its
-turns fall and whatever is killed in between."""
+"""Sweeps on several devices, each with its own process: every member equals its solo run bit for bit, on whatever
+device its turns are and whatever is killed in between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def solo(tmp_path_factory: pytest.TempPathFactory, text: Path, corpus: Path) -> 
 def test_members_on_two_devices_are_their_solo_runs_bit_for_bit(
     tmp_path: Path, text: Path, solo: dict[str, Path]
 ) -> None:
-    """Two corpora to build, one for two members at the same time."""
+    """The sweep must build two corpora, one of them for two members at the same time."""
     job = sweep_runs.sweep_file(tmp_path, text, tmp_path / "corpus", 1)
     (tmp_path / "spill").mkdir()
     job = job.model_copy(update={"spill_directory": str(tmp_path / "spill"), "spill_is_listed": True})
@@ -55,8 +55,8 @@ NUM_SCHEDULES = at(1, 20, 300)
 def test_whatever_is_killed_each_member_trains_the_same_curve(
     tmp_path: Path, text: Path, corpus: Path, solo: dict[str, Path], seed: int
 ) -> None:
-    """Attempts on 1 to 4 devices, in turns of different lengths, each ended by SIGKILL of a device's process or of the
-    sweep's, or asked to stop; then one to the end. In half of all, a round of halving in between."""
+    """One or two attempts on 2 to 4 devices, with turns of different lengths, end by SIGKILL of a device's process or
+    of the sweep's, or are asked to stop. Then an attempt runs to the end. Half of all cases have a round of halving."""
     drawn = random.Random(seed)
     halving = seed % 2
     epoch = 0
@@ -65,12 +65,13 @@ def test_whatever_is_killed_each_member_trains_the_same_curve(
         device = drawn.choice([None, *range(num_devices)])
         by = signal.SIGTERM if device is None and drawn.random() < 0.5 else signal.SIGKILL
         job = sweep_runs.sweep_file(tmp_path, text, corpus, epoch, objective="halving: 4" if halving else "")
-        code = attempt(job, num_devices, drawn.randint(1, 3), Blow(drawn.randint(0, 12), device, by))
-        # It may have been done before, and a process that is starting dies of SIGTERM.
+        code = attempt(job, num_devices, drawn.randint(1, 3), Blow(drawn.randint(0, 12), device, by), forks=True)
+        # The attempt may have completed before, and SIGTERM kills a process that is still starting.
         wanted = {0, -9} if by == signal.SIGKILL else {0, int(ExitCode.PREEMPTED), -15}
         assert code in wanted, local_runs.log_of(tmp_path, epoch)
     job = sweep_runs.sweep_file(tmp_path, text, corpus, epoch + 1, objective="halving: 4" if halving else "")
-    assert attempt(job, drawn.randint(1, 4), drawn.randint(1, 3)) == 0, local_runs.log_of(tmp_path, epoch + 1)
+    code = attempt(job, drawn.randint(1, 4), drawn.randint(1, 3), forks=True)
+    assert code == 0, local_runs.log_of(tmp_path, epoch + 1)
     values = {name: sweep_runs.evaluations(alone)[4] for name, alone in solo.items()}
     best = min(values, key=lambda name: values[name])
     states = sweep_runs.states(tmp_path)
@@ -95,7 +96,7 @@ def test_members_that_fail_end_alone_on_their_device(
 
 @pytest.mark.ci
 def test_a_disk_that_all_members_share_ends_the_attempt_and_no_member(tmp_path: Path, text: Path, corpus: Path) -> None:
-    """As on one device: the others have committed their checkpoints before it ends."""
+    """As on one device, the other members have committed their checkpoints before the attempt ends."""
     job = sweep_runs.sweep_file(tmp_path, text, corpus, 1)
     output = sweep_runs.member_output(job, "other-seed")
     output.mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""kill -9 at every segment, step, turn and file of a small sweep whose parameters stream from NVMe: what the attempt
-after it ends with is what a sweep that nobody interrupts ends with, and each member what it is alone."""
+"""kill -9 at every segment, step, turn and file of a small sweep whose parameters stream from NVMe: the next attempt
+ends with the results of an uninterrupted sweep, and each member with those of its solo run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ REDUCED = ("a segment's forward", "a segment's backward", "a record of values")
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left; a step that was repeated with another loss is there twice."""
+    """The results of a run. A step that was repeated with another loss appears twice."""
 
     losses: frozenset[tuple[int, float]]
     evaluations: frozenset[tuple[int, float]]
@@ -69,17 +69,17 @@ class Trained:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a sweep."""
+    """The results of a sweep."""
 
     members: dict[str, Trained]
     ends: dict[str, tuple[str, int, str]]
-    """of each member: event, step, reason"""
+    """member -> its last event, step and reason"""
     best: str
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The sweep that nobody interrupts, and how often it is at each point."""
+    """A sweep that is not interrupted, and how often it reaches each point."""
 
     text: Path
     corpus: Path
@@ -88,7 +88,7 @@ class Reference:
 
 
 def streamed_plan() -> MemoryPlan:
-    """Every parameter at home on NVMe, one segment after the other for both micro-batches."""
+    """A plan with homes of all parameters on NVMe; each segment runs both micro-batches before the next segment."""
     return alone_plan().model_copy(
         update={
             "mode": "Auto",
@@ -105,14 +105,14 @@ def streamed_plan() -> MemoryPlan:
 
 
 def alone_plan() -> MemoryPlan:
-    """Everything on the device."""
+    """A plan with everything on the device."""
     made = local_runs.disabled_plan(1)
     held = {Tier.DEVICE: TierBytes(), Tier.HOST: TierBytes(buffers=8 * MIB), Tier.NVME: TierBytes(buffers=4 * MIB)}
     return made.model_copy(update={"micro_batch_size": 2, "num_micro_batches": 2, "bytes": held})
 
 
 def sweep_plan(job: JobFile) -> MemoryPlan:
-    """A turn is a step."""
+    """The plan of a sweep in which each turn is one step."""
     plan = streamed_plan()
     members = tuple(MemberPlan(name=one.name, plan=plan, parked_bytes=MIB, num_steps=4) for one in job.spec.members)
     turns = Turns(policy="RoundRobin", num_steps=1, seconds=1.0, bound_seconds=1.0)
@@ -159,7 +159,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def test_the_sweep_comes_to_every_point_and_a_round_stops_one_member(reference: Reference) -> None:
-    """Two members for two steps, one for two more; three segments, two micro-batches."""
+    """Two members make two steps, and one makes two more, with three segments and two micro-batches."""
     of_steps = {"a step": 6, "a segment's forward": 36, "the last segment's backward": 12, "a segment's backward": 24}
     assert {point: reference.calls[point] for point in of_steps} == of_steps
     assert min(reference.calls.values()) > 1, reference.calls

@@ -20,7 +20,7 @@ from spillway_trainer.reporting import trackers
 
 pytestmark = pytest.mark.ci
 STEPS = 200
-"""so many that trackers have some of them long before the last"""
+"""enough that trackers have some steps long before the last one"""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def tracked_job(root: Path, tracking: dict[str, Any], epoch: int, name: str = "r
 
 
 def points(output: Path) -> dict[str, tracked_points.Curve]:
-    """Of run.jsonl, the first of each step."""
+    """The curves in run.jsonl; for a repeated step, its first value."""
     found: dict[str, dict[int, float]] = {}
     for event in (*local_runs.events(output, "step"), *local_runs.events(output, "evaluation")):
         for name, value in trackers.figures(event):

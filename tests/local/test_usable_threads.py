@@ -1,6 +1,6 @@
-"""A trainer whose plan was made for more cores than it may use takes those that are here, and says so.
+"""A trainer whose plan was made for more cores than it may use takes those that it has, and says so.
 
-That the number of threads changes no bit is shown in tests/parity.
+tests/parity shows that the number of threads changes no bit.
 """
 
 from __future__ import annotations

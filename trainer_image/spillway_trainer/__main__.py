@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     directory = Path(arguments[0])
     try:
         job = read(directory / "job.json", JobFile)
-    except UserError as error:  # nothing says where a termination message goes
+    except UserError as error:  # without job.json, nothing says where a termination message goes
         print(f"{error.exit_code.reason}: {error}", flush=True)
         return error.exit_code
     return attempt(job, lambda: read(directory / "plan.json", MemoryPlan))
@@ -69,14 +69,14 @@ def attempt(job: JobFile, read_plan: Callable[[], MemoryPlan]) -> int:
             ending = completed(run_sweep(job, plan, sweep_recorder, progress, stop, world))
         else:
             ending = completed(run_job(job, plan, recorder, progress, stop, world))
-    except BaseException as error:  # also Ctrl-C and what a lane threw
-        stop.at_once = False  # no call: SIGTERM, which must not end what follows, would be heard on its way
+    except BaseException as error:  # also Ctrl-C, and what a lane raised
+        stop.at_once = False  # not a call: SIGTERM, which must not interrupt what follows, would be handled during it
         ending = ending_of(error)
         if not ending.expected:
             traceback.print_exc()
     termination = Path(os.environ.get(TERMINATION_VARIABLE, job.termination_message_path))
     write_termination(termination, ending, world.rank, progress.step)
-    with suppress(UserError):  # the disk that refuses a line may be what ended the attempt
+    with suppress(UserError):  # the attempt may have ended because the disk refuses this very line
         if recorder is not None:
             recorder.end(progress.step, ending.reason, ending.exit_code, ending.message)
     if trackers is not None:
@@ -86,7 +86,8 @@ def attempt(job: JobFile, read_plan: Callable[[], MemoryPlan]) -> int:
 
 
 def open_recorder(output: Path, world: World) -> Recorder:
-    """Rank 0's run.jsonl; a pod's volume is empty, so the directory is made here."""
+    """Opens rank 0's run.jsonl, and creates its directory, because a pod's volume is empty; other ranks record
+    nothing."""
     if not world.is_first:
         return Recorder(None)
     with refusals(output):
@@ -95,7 +96,7 @@ def open_recorder(output: Path, world: World) -> Recorder:
 
 
 def read(path: Path, contract: type[Contract]) -> Contract:
-    """One of the two files that say what to do. Raises UserError when it is absent or not what it should be."""
+    """Reads one of the two files that say what to do. Raises UserError if it is absent or not valid."""
     try:
         return contract.model_validate_json(path.read_bytes())
     except OSError as error:

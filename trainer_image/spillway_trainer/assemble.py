@@ -1,12 +1,12 @@
 """MemoryPlan -> model, optimizer, hooks: the one place that branches on the plan.
 
 ledger, slabs, lanes   what the plan allows in each tier
-model                  plain; the parameters of its streamed segments never get memory on the device; its segments are
-                       wrapped for the random fork and, unless Disabled, the saved tensors
+model                  unchanged; parameters of its streamed segments never get memory on the device; its segments are
+                       wrapped to fork the random state and, unless Disabled, to handle saved tensors
 optimizer              resident, or offloaded with the plan's shares and the homes of streamed parameters
-hooks                  every parameter's gradient goes to the optimizer the moment it is complete, and every segment's
+hooks                  the optimizer takes every parameter's gradient as soon as it is complete, and every segment's
                        forward waits for the updates of its parameters
-order                  one micro-batch after the other, or one segment after the other
+order                  one micro-batch after another, or one segment after another
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from .trainer import MicroBatchOrder, in_order
 CPU = torch.device("cpu")
 EXCHANGE = "gradient exchange"
 FROZEN = "frozen."
-"""States of frozen parameters: only their values, in no checkpoint."""
+"""Prefix of the states of frozen parameters: these are only their values, and no checkpoint holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,39 +65,41 @@ class Tiers:
     nvme: NvmeSlab | None
     lanes: Lanes
     device: torch.device = CPU
+    nccl_bytes: int = 0
+    """Device memory of NCCL, which torch's allocator does not count."""
     parked_bytes: int = 0
-    """On NVMe, of other members of a sweep."""
+    """Bytes that other members of a sweep hold on NVMe."""
     parked_peak_bytes: int = 0
-    """The most of it since the last turn began."""
+    """Highest `parked_bytes` since the last turn began."""
 
     def held_bytes(self) -> dict[str, int]:
         nvme = self.parked_bytes + (self.nvme.held_bytes if self.nvme else 0)
         return {Tier.DEVICE: self.ledger.held_bytes, Tier.HOST: self.host.held_bytes, Tier.NVME: nvme}
 
     def peak_bytes(self) -> dict[str, int]:
-        """Highest bytes held since the last call; on a CUDA device no less than torch's allocator had of it."""
+        """Returns the highest bytes held since the last call, by tier; on a CUDA device, no less than the peak of
+        torch's allocator."""
         nvme = max(self.parked_peak_bytes, self.parked_bytes + (self.nvme.peak_bytes if self.nvme else 0))
         peaks: dict[str, int] = {Tier.DEVICE: self.ledger.peak_bytes, Tier.HOST: self.host.peak_bytes, Tier.NVME: nvme}
         for tier in (self.ledger, self.host, self.nvme):
             if tier is not None:
                 tier.reset_peak()
         if self.device.type == "cuda":
-            peaks[Tier.DEVICE] = max(peaks[Tier.DEVICE], cuda.peak_bytes(self.device))
+            peaks[Tier.DEVICE] = max(peaks[Tier.DEVICE], cuda.peak_bytes(self.device) + self.nccl_bytes)
         return peaks
 
     def allocator_retries(self) -> int:
-        """Of the device's, since the last call."""
+        """Returns the retries of the device's allocator since the last call."""
         return cuda.allocator_retries(self.device) if self.device.type == "cuda" else 0
 
     def exchange_buffer(self, nbytes: int) -> Tensor:
-        """The buffer for exchanging gradients is in host memory: in the slab if the device has its own memory."""
-        if self.device.type == "cuda":
-            return self.host.allocate(nbytes, EXCHANGE)
+        """Allocates the buffer for exchanging gradients, on the device."""
         self.ledger.charge(EXCHANGE, nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def cause_of(self, error: SpillwayError) -> SpillwayError:
-        """`error`, memory that ran out; or the failure of a spill device that had bytes stay in that memory."""
+        """Returns `error`, which says that memory ran out, or the failure of a spill device that made bytes stay in
+        that memory."""
         if self.nvme is None or self.nvme.first_failure is None:
             return error
         return self.nvme.no_room_left(f"all that the step needs: {error}")
@@ -110,13 +112,13 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What the assemblies of several models have in common: frozen parameters, and the tiers (shared_base.py)."""
+    """What the assemblies of several models share: frozen parameters and the tiers (sweep/shared_base.py)."""
 
     tiers: Tiers
     streaming: model_spill.ModelSpill | None
-    """Of the frozen parameters of streamed segments; None if all stay on the device."""
+    """Streams the frozen parameters of streamed segments; None if all of them stay on the device."""
     frozen: Mapping[str, nn.Parameter]
-    """By name: every model has these very objects, so that all see one slot."""
+    """By name. Every model has these same objects, so that all models see the slot that one of them has loaded."""
 
     @property
     def streamed(self) -> frozenset[str]:
@@ -132,43 +134,43 @@ class Assembly:
     position: Position
     tiers: Tiers
     spill: activation_spill.ActivationSpill | None
-    """None in mode Disabled: no saved-tensor hooks at all"""
+    """None in mode Disabled, which has no saved-tensor hooks."""
     streaming: model_spill.ModelSpill | None
-    """None when every segment's parameters stay on the device"""
+    """None if the parameters of every segment stay on the device."""
     residence: Residence
     order: MicroBatchOrder
     divided: zero.DividedModel | None = None
-    """None when every rank has the whole model"""
+    """None if every rank has the whole model."""
 
     @property
     def called(self) -> nn.Module:
-        """What is called with a micro-batch."""
+        """The module that is called with a micro-batch."""
         return self.model if self.divided is None else self.divided.engine
 
     @property
     def gathers(self) -> bool:
-        """Every forward needs the parameters of all ranks."""
+        """Whether every forward needs the parameters of all ranks."""
         return self.divided is not None and self.divided.parameters is not None
 
     def exchange(self, ranks: Ranks, wire: torch.dtype, num_threads: int, num_micro_batches: int) -> Exchange:
-        """The sum over `ranks`, with its buffers, for gradients sent as `wire`: on a CPU behind backward, which calls
-        it after the hooks of `send_gradients`. A sharded model sums its own."""
+        """Returns the sum over `ranks` of gradients that are sent as `wire`, and allocates its buffers. It runs during
+        backward, which calls it after the hooks of `send_gradients`. A sharded model sums its own gradients."""
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         sizes = {name: parameter.numel() for name, parameter in trained.items()}
         total = None
         if self.divided is None:
-            total = ranks.gradient_sum(sum(sizes.values()), wire, self.tiers.exchange_buffer, num_threads)
+            tiers, num_values = self.tiers, sum(sizes.values())
+            total = ranks.gradient_sum(num_values, wire, tiers.exchange_buffer, num_threads, tiers.device)
         if total is None:
             return NO_EXCHANGE
-        num_gradients = num_micro_batches if self.tiers.device.type == "cpu" else 0
-        exchange = BackwardExchange(total, self.optimizer, self.tiers.lanes, sizes, num_gradients)
-        for name, parameter in trained.items() if num_gradients else ():
-            hook = partial(_taken, weakref.ref(exchange), name)  # as in send_gradients
+        exchange = BackwardExchange(total, self.optimizer, self.tiers.lanes, sizes, num_micro_batches)
+        for name, parameter in trained.items():
+            hook = partial(_taken, weakref.ref(exchange), name)  # weak, as in send_gradients
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return exchange
 
     def tell_choices(self, tell: Callable[[activation_spill.Chosen], None]) -> None:
-        """From now on `tell` gets what is decided about single saved storages."""
+        """From now on, `tell` is called with each decision about a single saved storage."""
         if self.spill is not None:
             self.spill.tell = tell
 
@@ -202,30 +204,30 @@ class Assembly:
         return self.tiers.lanes.busy_seconds()
 
     def spill_faults(self) -> dict[str, int]:
-        """Faults of spill devices that were survived so far, by kind; also those of which there was none, so that a
-        rate knows where they began."""
+        """Returns how many faults of spill devices the run has survived so far, by kind. Kinds without a fault are
+        included, so that a rate over time has a first value."""
         return dict.fromkeys(FAULT_KINDS, 0) | (self.tiers.nvme.faults() if self.tiers.nvme else {})
 
     def spill_file_bytes(self) -> int:
-        """Of all volumes, now."""
+        """Returns the current size of the spill files on all volumes."""
         return self.tiers.nvme.capacity_bytes if self.tiers.nvme else 0
 
     def io_backend(self) -> str:
         return self.tiers.nvme.backend if self.tiers.nvme else "none"
 
     def parameter_shapes(self) -> dict[str, torch.Size]:
-        """The parameters that have states of their own: frozen ones and tied aliases are left out."""
+        """Shapes of the parameters that have states of their own, that is, of all but frozen ones and tied aliases."""
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
         return {name: whole_shape(p) for name, p in trained if name not in self.model.tied}
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
-        """All that a checkpoint holds: the optimizer's, and running statistics."""
+        """Yields everything that a checkpoint holds: the optimizer's states and running statistics."""
         yield from self.optimizer.state()
         yield from running_statistics.states(self.model)
 
     def load(self, name: str, value: Tensor) -> None:
-        """One state: "frozen.<parameter>" goes to the parameter's place, "buffer.<name>" to a running statistic, all
-        else to the optimizer."""
+        """Loads one state: "frozen.<parameter>" goes to where the parameter is held, "buffer.<name>" to a running
+        statistic, and everything else to the optimizer."""
         if name.startswith(running_statistics.PREFIX):
             running_statistics.load(self.model, name, value)
             return
@@ -250,13 +252,12 @@ def assemble(
     device: torch.device = CPU,
     base: Base | None = None,
 ) -> Assembly:
-    """Build everything that `plan` asks for. Parameters are allocated and not filled: `fill` or a checkpoint does that.
-    `model`: the job's, without memory; none = build it. `ranks`: those that divide it where the strategy says so.
-    `device`: where forward runs, prepared (tiers.cuda.prepare). `base`: frozen parameters that are there already, and
-    tiers with them.
+    """Build everything that `plan` asks for. Parameters are allocated but not filled: `fill` or a checkpoint does that.
+    `model`: the job's model, without memory; None: build it. `ranks`: they divide the model if the strategy says so.
+    `device`: where forward runs; it is prepared already (tiers.cuda.prepare). `base`: frozen parameters that exist
+    already, with their tiers.
 
-    Raises DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull before the first step when a tier is too small,
-    DeviceFault when the device does not give the bits of the CPU.
+    Raises DeviceOutOfMemory, HostOutOfMemory or SpillVolumeFull before the first step if a tier is too small.
     """
     refuse_lean(plan)
     model = model or build_model(job.spec, job.claims)
@@ -281,9 +282,9 @@ def assemble(
     send_gradients(model, optimizer)
     parameters = parameter_source(model, streaming)
     ready = updated(model, optimizer)
-    if device.type == "cuda":
-        cuda.reserve(device, min(plan.bytes[Tier.DEVICE].total, plan.budget[Tier.DEVICE]))
-    spill, order = None, in_order
+    reserve(plan, device)
+    spill = None
+    order: MicroBatchOrder = in_order
     if plan.mode == "Disabled":
         refuse_streaming(plan)
         wrap_segments(model.segments, position, None, autocast=model.autocast, ready=ready)
@@ -303,10 +304,12 @@ def assemble_divided(
 
     wire = config.gradient_wire(job.spec)
     if plan.strategy == "Fsdp":
-        divided = fsdp.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire)
+        divided = fsdp.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire, tiers.device)
     else:
         divided = zero.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire)
     tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
+    tiers.ledger.charge("allocator", plan.bytes[Tier.DEVICE].allocator)
+    reserve(plan, tiers.device)
     position, parameters = Position(job.spec.training.seed), divided.parameters or parameter_source(model, None)
     spill, ready = None, divided.ready
     if plan.mode == "Disabled":
@@ -317,10 +320,16 @@ def assemble_divided(
     return Assembly(model, divided.optimizer, position, tiers, spill, None, parameters, divided.order, divided)
 
 
+def reserve(plan: MemoryPlan, device: torch.device) -> None:
+    """Takes the planned memory of a CUDA device now."""
+    if device.type == "cuda":
+        cuda.reserve(device, min(plan.bytes[Tier.DEVICE].total, plan.budget[Tier.DEVICE]) - plan.nccl_bytes)
+
+
 def parameter_source(
     model: Chain, streaming: model_spill.ModelSpill | None
 ) -> ResidentParameters | model_spill.StreamedParameters:
-    """Who finds parameters among saved tensors. Buffers are resident always."""
+    """Returns what finds parameters among saved tensors. Buffers are always resident."""
     streamed = streaming.streamed if streaming else frozenset[str]()
     own = [(name, p) for name, p in model.named_parameters() if name not in streamed]
     resident = ResidentParameters([*own, *model.named_buffers()])
@@ -330,7 +339,7 @@ def parameter_source(
 def attach(
     plan: MemoryPlan, model: Chain, parameters: ParameterSource, tiers: Tiers, ranks: Ranks
 ) -> tuple[activation_spill.ActivationSpill, MicroBatchOrder]:
-    """The saved-tensor hooks, and the order of micro-batches that goes with them."""
+    """Builds the saved-tensor hooks, and the order of micro-batches that goes with them."""
     names = [name for name, _ in model.segments]
     stationary, boundaries = plan.parameters.order == "WeightStationary", plan.parameters.boundaries
     times_passes, may_move = tiers.device.type == "cpu", plan.movable_activations > 0
@@ -342,7 +351,8 @@ def attach(
         tiers.ledger,
         tiers.nvme,
         inputs=boundaries if stationary else Policy.KEEP,
-        # Launch times of a GPU say nothing of when its kernels run, and segment by segment no pass is one forward.
+        # No Chooser in segment order, in which no pass is one forward. On a GPU it does not time passes: launch times
+        # do not tell when kernels run.
         choosing=None
         if stationary or not (times_passes or may_move)
         else partial(
@@ -361,8 +371,8 @@ def attach(
 
 
 def storage_limits(plan: MemoryPlan) -> activation_spill.PolicyLimits:
-    """What the plan allows the storages of segments that move: its bytes of each tier, and of the spill file what no
-    other technique has."""
+    """Returns what the plan allows the storages of segments that move: the plan's bytes of each tier, and the part of
+    the spill file that no other technique uses."""
     device, host, nvme = (plan.bytes[tier] for tier in Tier)
     num_moving = sum(answer in (Policy.HOST, Policy.NVME) for answer in plan.activations.answers)
     moved_bytes = host.activations + nvme.activations
@@ -378,7 +388,7 @@ def storage_limits(plan: MemoryPlan) -> activation_spill.PolicyLimits:
 
 
 def refuse_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
-    """Raises UserError: each rank would have statistics of its own micro-batches."""
+    """Raises UserError if several ranks would each have running statistics of only their own micro-batches."""
     if plan.world_size > 1 and (found := running_statistics.buffers(model)):
         raise UserError(
             f"spec.model: {next(iter(found))} is a running statistic of a batch norm, and the {plan.world_size} ranks "
@@ -388,7 +398,8 @@ def refuse_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
 
 
 def refuse_lean(plan: MemoryPlan) -> None:
-    """Raises UserError where what a plan rebuilds would not be rebuilt."""
+    """Raises UserError if the plan rebuilds activations in backward, but in a mode or with a strategy that cannot do
+    so."""
     if not plan.activations.lean:
         return
     if plan.mode == "Disabled":
@@ -407,7 +418,8 @@ def refuse_lean(plan: MemoryPlan) -> None:
 
 
 def refuse_streaming(plan: MemoryPlan) -> None:
-    """Raises UserError: mode Disabled has no saved-tensor hooks, and without them no weight may leave the device."""
+    """Raises UserError if a plan of mode Disabled streams parameters: this mode has no saved-tensor hooks, and without
+    them no weight may leave the device."""
     if plan.parameters.streams or plan.parameters.order != "InOrder":
         raise UserError(
             f"the plan of {plan.job} has memory.mode Disabled, but it streams parameters, or runs all micro-batches "
@@ -436,11 +448,11 @@ def make_tiers(job: JobFile, plan: MemoryPlan, device: torch.device) -> Tiers:
         )
     if device.type == "cpu":
         return Tiers(ledger, host, nvme, CpuLanes(host, ledger))
-    return Tiers(ledger, host, nvme, CudaLanes(host, ledger, cuda.CudaStreams(device)), device)
+    return Tiers(ledger, host, nvme, CudaLanes(host, ledger, cuda.CudaStreams(device)), device, plan.nccl_bytes)
 
 
 def check_device(device: torch.device, model: Chain, settings: Hyperparameters) -> None:
-    """Every lane, and the kernels that train `model`, with lanes and memory of their own. Raises DeviceFault."""
+    """Checks every lane, and the kernels that train `model`, with lanes and memory of its own. Raises DeviceFault."""
     if device.type == "cpu":
         return
     with device_check.faults():
@@ -463,7 +475,7 @@ def uses_nvme(plan: MemoryPlan) -> bool:
 
 
 def allocate_resident(model: Chain, streamed: Collection[str], ledger: DeviceLedger, device: torch.device) -> None:
-    """Memory for every parameter that stays on the device, charged to the ledger; tied ones share storage."""
+    """Allocates every parameter that stays on the device, and charges the ledger; tied parameters share storage."""
     own = [p for name, p in model.named_parameters() if name not in model.tied and name not in streamed]
     ledger.charge("parameters", sum(p.numel() * p.element_size() for p in own))
     allocate(model, device)
@@ -493,7 +505,7 @@ def optimizer_of(
     homes: model_spill.ModelSpill | None = None,
     gradient_dtype: torch.dtype | None = None,
 ) -> OptimizerOffload | ResidentOptimizer:
-    """The plan's optimizer of these parameters."""
+    """Returns the optimizer that the plan asks for, with these parameters."""
     if plan.optimizer.offloads:
         return OptimizerOffload(
             parameters,
@@ -513,7 +525,8 @@ def optimizer_of(
 
 
 def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -> None:
-    """Raises UserError when the CPU does not update all that is streamed: its new values go home, not to the device."""
+    """Raises UserError if the CPU does not update all streamed parameters: their new values are written to their homes,
+    not to the device."""
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad and name not in model.tied}
     fraction = sum(size for name, size in sizes.items() if name in streamed) / max(1, sum(sizes.values()))
     if plan.optimizer.updated_by_cpu < fraction - SHARE_TOLERANCE:
@@ -525,10 +538,11 @@ def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -
 
 
 def send_gradients(model: Chain, optimizer: StepOptimizer) -> None:
-    """From now on no gradient stays on a parameter: the optimizer takes it as soon as autograd has it whole.
+    """From now on, the optimizer takes each gradient as soon as autograd has completed it; none stays on a parameter.
 
-    Python's garbage collector does not see hooks of this kind. If they held the optimizer, which holds the parameters,
-    the memory of each turn of a sweep would be kept as long as the process lives.
+    The hooks hold the optimizer weakly, because Python's garbage collector does not see hooks of this kind. If they
+    held the optimizer, which holds the parameters, the memory of each turn of a sweep would be kept as long as the
+    process lives.
     """
     taker = weakref.ref(optimizer)
 
@@ -551,7 +565,7 @@ def _taken(exchange: weakref.ref[BackwardExchange], name: str, parameter: Tensor
 
 
 def updated(model: Chain, optimizer: StepOptimizer) -> Ready:
-    """What a segment's forward waits for: the updates of its own parameters, and no others."""
+    """Returns a function by which a segment's forward waits for the updates of its own parameters, and of no others."""
     trained = {
         segment: [name for name in names if model.get_parameter(name).requires_grad]
         for segment, names in model.parameters_of().items()
@@ -564,13 +578,13 @@ def updated(model: Chain, optimizer: StepOptimizer) -> Ready:
 
 
 def initial_states(model: Chain, seed: int, *, trained_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """For a run from the start: masters, and (unless `trained_alone`) the values of frozen parameters, from `seed`;
-    moments are 0."""
+    """Yields the states of a run that begins from `seed`: masters and (unless `trained_alone`) the values of frozen
+    parameters. Moments, which begin at 0, are not among them."""
     for name, value in model.initial_trained(seed) if trained_alone else model.initial_values(seed):
         yield f"master.{name}" if model.get_parameter(name).requires_grad else FROZEN + name, value
 
 
 def fill(assembly: Assembly, seed: int) -> None:
-    """Start from `seed`, parameters rounded from the masters."""
+    """Begin the run from `seed`; parameters are rounded from the masters."""
     for name, value in initial_states(assembly.model, seed):
         assembly.load(name, value)

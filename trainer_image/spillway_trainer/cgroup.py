@@ -1,4 +1,4 @@
-"""Cores and free memory of this process, by its cgroups and CPU affinity.
+"""The cores and the free memory of this process, according to its cgroups and its CPU affinity.
 
 A container's limit counts, never the machine's figure. `root` is / except in tests.
 """
@@ -14,13 +14,14 @@ from spillway.units import MIB
 CPU_CONTROLLER_V1 = "cpu"
 MEMORY_CONTROLLER_V1 = "memory"
 UNLIMITED_V1_BYTES = 2**62
-"""cgroup v1 writes a page-rounded 2^63 for "no limit"."""
+"""cgroup v1 writes 2^63, rounded down to a page, for "no limit"."""
 MEMORY_MARGIN_BYTES = 256 * MIB
-"""Share of the limit that plans leave free: other allocations of the process must not exceed it."""
+"""Bytes below the limit that stay free for other allocations of the process."""
 
 
 def usable_cores(root: Path) -> int:
-    """Cores of the affinity mask, bounded by a CPU quota of either version, at least 1."""
+    """Returns the number of cores in the affinity mask, or fewer if a CPU quota of cgroup v1 or v2 allows fewer; at
+    least 1."""
     quotas = [read_text(directory / "cpu.max").partition(" ")[::2] for directory in v2_directories(root)]
     quotas += [
         (read_text(directory / "cpu.cfs_quota_us"), read_text(directory / "cpu.cfs_period_us"))
@@ -31,8 +32,9 @@ def usable_cores(root: Path) -> int:
 
 
 def with_usable_threads(plan: MemoryPlan, usable: int, num_local_ranks: int) -> MemoryPlan:
-    """No more update threads than a rank's part of the `usable` cores, whatever node the plan was made for: a pod may
-    have a quota of less, or fewer cores in its affinity. No bit depends on them."""
+    """Returns `plan` with no more update threads than a rank's part of the `usable` cores. Whatever node the plan was
+    made for, a pod may have a lower quota, or fewer cores in its affinity mask. No result depends on the number of
+    threads."""
     most = max(1, usable // num_local_ranks)
     if plan.optimizer.num_threads <= most:
         return plan
@@ -40,20 +42,20 @@ def with_usable_threads(plan: MemoryPlan, usable: int, num_local_ranks: int) -> 
 
 
 def spare_host_bytes(plan: MemoryPlan, num_local_ranks: int, root: Path) -> int:
-    """Host memory that a rank may use beyond its slab and snapshot if a spill device fails: the rest of its budget, as
-    far as it is free on the node and in the control groups, with a margin."""
+    """Returns the host memory that a rank may use beyond its slab and snapshot if a spill device fails: the part of its
+    budget that is not planned, as far as it is free on the node and in the cgroups, less a margin."""
     unplanned = plan.budget[Tier.HOST] - plan.slab_bytes(Tier.HOST) - plan.snapshot_bytes
     free = (free_memory_bytes(root) - MEMORY_MARGIN_BYTES) // num_local_ranks
     return max(0, min(unplanned, free))
 
 
 def free_memory_bytes(root: Path) -> int:
-    """Available now, inside the limit of every control group above this process."""
+    """Returns the bytes available now, within the limit of every cgroup above this process."""
     return max(0, min([meminfo_bytes(root, "MemAvailable"), *cgroup_headroom_bytes(root)]))
 
 
 def meminfo_bytes(root: Path, name: str) -> int:
-    """MemAvailable or MemTotal of /proc/meminfo."""
+    """Returns MemAvailable or MemTotal of /proc/meminfo, or what sysconf says where that file lacks the line."""
     for line in read_text(root / "proc/meminfo").splitlines():
         found, _, value = line.partition(":")
         if found == name:
@@ -63,7 +65,7 @@ def meminfo_bytes(root: Path, name: str) -> int:
 
 
 def cgroup_headroom_bytes(root: Path) -> list[int]:
-    """Limit minus use of this process's cgroup and of each one above it: the tightest binds.
+    """Returns limit minus use of this process's cgroup and of each one above it that has a limit; the smallest counts.
 
     Page cache that the kernel can take back (inactive_file) does not count as used.
     """
@@ -76,8 +78,8 @@ def cgroup_headroom_bytes(root: Path) -> list[int]:
 
 
 def peak_memory_bytes(root: Path) -> int:
-    """Peak bytes of this process's own cgroup, including page cache; 0 if the kernel does not report it (cgroup v2
-    before Linux 5.19), or if the cgroup has no limit and may contain other processes."""
+    """Returns the peak bytes of this process's own cgroup, including page cache; 0 if the kernel does not report them
+    (cgroup v2 before Linux 5.19), or if the cgroup has no limit and may contain other processes."""
     for directories, limit_name, peak_name in (
         (v2_directories(root), "memory.max", "memory.peak"),
         (v1_directories(root, MEMORY_CONTROLLER_V1), "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
@@ -90,7 +92,7 @@ def peak_memory_bytes(root: Path) -> int:
 
 
 def headroom(directory: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> int | None:
-    """None when the cgroup has no limit."""
+    """Returns limit minus use without reclaimable page cache; None if the cgroup has no limit."""
     limit, usage = read_text(directory / limit_name), read_text(directory / usage_name)
     if not limit.isdigit() or not usage.isdigit() or int(limit) >= UNLIMITED_V1_BYTES:
         return None
@@ -108,7 +110,8 @@ def v1_directories(root: Path, controller: str) -> list[Path]:
 
 
 def own_path(root: Path, controller: str | None) -> str | None:
-    """This process's cgroup, from /proc/self/cgroup: the v2 line is "0::/path", a v1 line "4:memory:/path"."""
+    """Returns this process's cgroup from /proc/self/cgroup, where the v2 line is "0::/path" and a v1 line
+    "4:memory:/path"."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if (controller is None and number == "0" and not controllers) or (controller in controllers.split(",")):
@@ -117,9 +120,10 @@ def own_path(root: Path, controller: str | None) -> str | None:
 
 
 def ancestors(mount: Path, path: str | None) -> list[Path]:
-    """The cgroup's directory and those above it up to the mount.
+    """Returns the cgroup's directory and those above it, up to the mount.
 
-    In a container without its own cgroup namespace the path is the host's and is not there: then the mount is ours.
+    In a container without its own cgroup namespace, `path` is the host's and does not exist here: the mount itself is
+    then this process's cgroup.
     """
     if path is None:
         return []
@@ -130,7 +134,7 @@ def ancestors(mount: Path, path: str | None) -> list[Path]:
 
 
 def read_text(path: Path) -> str:
-    """A file of the kernel, or "" where this kernel or container does not have it."""
+    """Reads a file of the kernel; "" if this kernel or container does not have it."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

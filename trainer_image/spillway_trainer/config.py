@@ -1,4 +1,5 @@
-"""The manifest's fields as the trainer's own settings: one function per owner, no defaults of their own."""
+"""Converts fields of the manifest to the trainer's own settings: one function for each part of the trainer, without
+defaults of their own."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.parameter_groups import Group, groups_by_name
 from spillway.plan import MemoryPlan, Policy, Tier
+from spillway.planning.workload import ZERO_STRATEGIES
 
 from .models.build import DTYPES
 from .models.chain import Chain
@@ -24,12 +26,13 @@ from .trainer import LoopSettings
 
 
 def gradient_wire(spec: TrainingJobSpec) -> torch.dtype:
-    """Type of the gradients between ranks."""
+    """Returns the type in which gradients travel between ranks."""
     return DTYPES[spec.model.precision.gradient_reduce]
 
 
 def hyperparameters(spec: TrainingJobSpec, model: Chain) -> Hyperparameters:
-    """Raises UserError for a group that no trained parameter of `model` belongs to."""
+    """Returns the optimizer's settings. Raises UserError for a group that no trained parameter of `model` belongs
+    to."""
     optimizer = spec.training.optimizer
     groups = [Group(group.match, group.learning_rate_factor, group.weight_decay) for group in optimizer.groups]
     trained = [name for name, p in model.named_parameters() if p.requires_grad and name not in model.tied]
@@ -47,7 +50,7 @@ def hyperparameters(spec: TrainingJobSpec, model: Chain) -> Hyperparameters:
 
 
 def loss_scale(spec: TrainingJobSpec) -> LossScaler:
-    """Scales the loss where gradients are float16, and nowhere else."""
+    """Returns a scaler that scales the loss only if gradients are float16."""
     if spec.model.precision.compute != "float16":
         return LossScaler()
     fields = spec.training.loss_scale or LossScaleFields()
@@ -66,7 +69,7 @@ def learning_rate(spec: TrainingJobSpec) -> LearningRate:
 
 
 def check_world(job: JobFile, world: World) -> None:
-    """Raises UserError when this process is not one of as many ranks as job.json asks for."""
+    """Raises UserError unless this process is one of as many ranks as job.json asks for."""
     if world.size != job.world_size:
         raise UserError(
             f"job.json asks for {job.world_size} ranks ({job.num_nodes} nodes x {job.ranks_per_node}), but the "
@@ -75,8 +78,8 @@ def check_world(job: JobFile, world: World) -> None:
 
 
 def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
-    """Raises UserError when `plan` was made for another job or model (of `num_segments`), by another planner, or cannot
-    be executed yet."""
+    """Raises UserError if `plan` was made for another job, for a model without exactly `num_segments` segments, or by
+    another planner, or if it cannot be executed yet."""
     spec = job.spec
     size, number, ranks = plan.micro_batch_size, plan.num_micro_batches, plan.world_size
     activations = plan.activations
@@ -101,10 +104,10 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
             f"layers), a global batch of {spec.training.global_batch_size} sequences and {job.world_size} ranks; plan "
             "the job again (spillway plan)"
         )
-    if plan.device == "Cuda" and plan.strategy != "Ddp":
+    if plan.device == "Cuda" and plan.strategy in ZERO_STRATEGIES:
         raise UserError(
-            f"the plan of {plan.job} shards the model with {plan.strategy} on Cuda devices, but sharding works only on "
-            f"CPUs so far; set spec.parallelism.strategy: Ddp and plan the job again (spillway plan)"
+            f"the plan of {plan.job} shards the model with {plan.strategy} on Cuda devices, but that works only on "
+            "CPUs so far; set spec.parallelism.strategy: Fsdp and plan the job again (spillway plan)"
         )
 
 

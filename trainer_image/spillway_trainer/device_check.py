@@ -1,7 +1,7 @@
 """Device check before the first step: runs chunks through every lane and kernel and compares them with the CPU.
 
-A device, driver or compiler that computes something else would change a run without a word; here it ends the run with a
-error (exit code 78). Most of its time goes into compiling kernels, which the run needs anyway.
+A device, driver or compiler that computes other results would change a run silently; with this check, it ends the run
+with an error (exit code 78). Most of the check's time goes into compiling kernels, which the run needs anyway.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from .tiers.extents import round_up
 from .tiers.lanes import Event, Lane, Lanes
 
 NUM_VALUES = 20_003
-"""Several blocks of a kernel, and a multiple of nothing."""
+"""Spans several blocks of a kernel and is a multiple of no block size."""
 SIZES = (NUM_VALUES, 20_480)
-"""Sizes of arrays: multiples of 16, like nearly all chunks, have a separate kernel."""
+"""Sizes of the arrays. Multiples of 16, such as nearly all chunks, have a separate kernel."""
 NUM_CHUNKS, NUM_BUFFERS = 6, 2
 HOST_BYTES = 2 * NUM_BUFFERS * round_up(4 * NUM_VALUES)
 """Host memory of the lanes that the check uses; it is freed afterwards."""
 
 
 def check(lanes: Lanes, device: torch.device, settings: Hyperparameters, dtypes: Collection[torch.dtype]) -> None:
-    """Raises DeviceFault at the first bit that differs. `dtypes`: of the parameters that are trained by `settings`."""
+    """Raises DeviceFault at the first bit that differs. `dtypes`: types of the parameters that are trained by
+    `settings`."""
     check_lanes(lanes)
     for n in SIZES:
         for dtype in dtypes:
@@ -49,7 +50,8 @@ def check(lanes: Lanes, device: torch.device, settings: Hyperparameters, dtypes:
 
 @contextmanager
 def faults() -> Iterator[None]:
-    """What fails inside is the device's fault, its driver's, or its compiler's; memory that runs out is neither."""
+    """Turns an exception inside into DeviceFault, the fault of the device, its driver or its compiler. Exhausted memory
+    is no such fault: that exception and any SpillwayError pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -63,7 +65,8 @@ def faults() -> Iterator[None]:
 
 
 def check_lanes(lanes: Lanes) -> None:
-    """Chunks up, added to on the device, down, and compared on the cpu lane, through buffers that are used again."""
+    """Copies chunks to the device, adds to them there, copies them back and compares them on the cpu lane. Each buffer
+    is used several times. Raises DeviceFault."""
     nbytes = 4 * NUM_VALUES
     pairs = [(Tier.HOST, "sent"), (Tier.DEVICE, "on the device"), (Tier.HOST, "received")]
     sets = [[lanes.acquire(tier, nbytes, f"check: {name}") for tier, name in pairs] for _ in range(NUM_BUFFERS)]
@@ -96,7 +99,7 @@ def check_lanes(lanes: Lanes) -> None:
 
 
 def numbers(seed: int) -> Tensor:
-    """int32, far from overflow."""
+    """Returns random int32 values that are far from overflow."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**30), 2**30, (NUM_VALUES,), generator=generator, dtype=torch.int32)
 
@@ -116,7 +119,7 @@ def step_scalars(rule: UpdateRule, step: int) -> UpdateScalars:
 
 
 def check_update(device: torch.device, settings: Hyperparameters, dtype: torch.dtype, n: int) -> None:
-    """Two steps; parameters in `dtype`, which are their own masters in float32."""
+    """Compares two update steps of parameters in `dtype`; those in float32 are their own masters."""
     rule = settings.rule
     wanted = initial(settings, n)
     found = [state.to(device, copy=True) for state in wanted]
@@ -133,7 +136,7 @@ def check_update(device: torch.device, settings: Hyperparameters, dtype: torch.d
 
 
 def check_update_split(device: torch.device, settings: Hyperparameters, n: int) -> None:
-    """Two steps by masters in halves."""
+    """Compares two update steps with master parameters that are stored in two halves."""
     rule = settings.rule
     wanted = initial(settings, n)
     weights, rest = reference.bfloat16(wanted[0]), torch.empty(rest_bytes(n), dtype=torch.uint8)
@@ -169,13 +172,14 @@ def check_square_sum(device: torch.device, n: int) -> None:
 
 
 def initial(settings: Hyperparameters, n: int) -> list[Tensor]:
-    """Master and moments."""
+    """Returns initial values of master and moments."""
     kinds = settings.rule.state_kinds
     return [narrowed(values(seed, n), settings.state_dtype(kind), kind) for seed, kind in enumerate(kinds)]
 
 
 def values(seed: int, n: int) -> Tensor:
-    """float32 as training has them, with denormals, zeros of both signs, exact ties of bfloat16 and a NaN."""
+    """Returns float32 values as in training, with denormals, zeros of both signs, exact ties when rounded to bfloat16,
+    and a NaN."""
     found = torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 0.02
     found[1::7] *= 1e-38
     found[2::7] = (found[2::7].view(torch.int32) & -0x10000 | 0x8000).view(torch.float32)
@@ -187,7 +191,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def same(pairs: Iterable[tuple[Tensor, Tensor]], names: Sequence[str], what: str) -> None:
-    """`pairs`: found on the device, wanted."""
+    """Raises DeviceFault unless the bits of each pair are equal. `pairs`: found on the device, wanted."""
     for name, (on_device, theirs) in zip(names, pairs, strict=True):
         ours, integers = on_device.cpu(), INTEGERS[theirs.itemsize]
         differing = ours.view(integers) != theirs.view(integers)

@@ -16,21 +16,23 @@ TERMINATION_VERSION = 1
 LONGEST_TERMINATION = 4096
 """Bytes; the kubelet truncates longer messages, which breaks the JSON."""
 LONGEST_MESSAGE = 2048
-"""Bytes of JSON."""
+"""Most bytes that JSON needs for the message."""
 CRASHED = 1
-"""Exit code of an unexpected error; Python's own."""
+"""Exit code of an unexpected error, the same as Python's."""
 FOLLOWER = "follower"
-"""True in the termination message of a rank that ended because another one had; launcher and operator look further."""
+"""Key that is true in the termination message of a rank that ended because another rank had: launcher and operator then
+look for that other rank."""
 NEVER_JOINED = "neverJoined"
-"""Also True if the other rank never appeared: then no deleted pod is the cause."""
+"""Key that is true in addition if the other rank never appeared: then no deleted pod is the cause."""
 
 
 class PeerLost(Exception):
-    """Another rank is lost, and this one cannot continue without it. Its end is a crash, but not the cause of one."""
+    """Another rank is lost, and this one cannot continue without it. This rank's end counts as a crash, but not as the
+    cause of the attempt's end."""
 
 
 class PeerNeverJoined(PeerLost):
-    """This rank waited for its whole time limit for one that did not appear."""
+    """This rank waited its whole time limit for a rank that never appeared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,13 @@ class Ending:
 
     @property
     def expected(self) -> bool:
-        """False for a crash: then a traceback is worth more than the sentence."""
+        """False for a crash, for which a traceback says more than the message does."""
         return self.reason != RANK_CRASHED or FOLLOWER in self.details
 
     def to_json(self, rank: int, step: int) -> str:
         """{"v":1,"reason":"DeviceOutOfMemory","exitCode":70,"rank":3,"step":812,"message":"...",...}
 
-        At most LONGEST_TERMINATION bytes: a long message is cut, and details that do not fit beside it are left out.
+        At most LONGEST_TERMINATION bytes: a long message is cut, and details that do not fit in addition are left out.
         """
         head = {"v": TERMINATION_VERSION, "reason": self.reason, "exitCode": self.exit_code, "rank": rank, "step": step}
         head["message"] = shortened(self.message, LONGEST_MESSAGE)
@@ -57,7 +59,8 @@ class Ending:
 
 
 def shortened(text: str, longest: int) -> str:
-    """As much of the beginning of `text` as JSON needs `longest` bytes for (a letter outside ASCII takes six)."""
+    """Returns a beginning of `text` for which JSON needs at most `longest` bytes (six for a character outside
+    ASCII)."""
     while (needed := len(json.dumps(text)) - 2) > longest:
         text = text[: len(text) * longest // needed]
     return text
@@ -68,7 +71,7 @@ def completed(message: str) -> Ending:
 
 
 def ending_of(error: BaseException) -> Ending:
-    """The documented ending of `error`; anything unforeseen is a crash."""
+    """Returns the documented ending of `error`; an unforeseen error is a crash."""
     if isinstance(error, SpillwayError):
         return Ending(error.exit_code.reason, error.exit_code, str(error), error.details)
     if isinstance(error, PeerLost):
@@ -93,26 +96,31 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def is_device_out_of_memory(error: BaseException) -> bool:
-    """torch.OutOfMemoryError, of the device's allocator, or CUDA's own, which a context or a library may raise."""
-    return type(error).__name__ == "OutOfMemoryError" or str(error).startswith("CUDA error: out of memory")
+    """Whether `error` is torch.OutOfMemoryError, raised by the device's allocator, or CUDA's own error, which may come
+    from a context or a library; NCCL reports that of its own buffers as a "Cuda failure"."""
+    text = str(error)
+    of_nccl = "Cuda failure" in text and "out of memory" in text
+    return type(error).__name__ == "OutOfMemoryError" or text.startswith("CUDA error: out of memory") or of_nccl
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """CUDA's error of a device, driver or library (torch.AcceleratorError; RuntimeError where a library reports it); an
-    assertion of a kernel is the program's own."""
-    is_of_cuda = isinstance(error, RuntimeError) and str(error).startswith(("CUDA error: ", "CUDA driver error: "))
-    return is_of_cuda and "device-side assert" not in str(error)
+    """Whether `error` is CUDA's error about a device, driver or library (torch.AcceleratorError, or RuntimeError if a
+    library reports it; NCCL: "Cuda failure"). A failed assertion in a kernel is the program's own error."""
+    text = str(error)
+    is_of_cuda = text.startswith(("CUDA error: ", "CUDA driver error: ")) or "Cuda failure" in text
+    is_of_cuda &= isinstance(error, RuntimeError) and not is_device_out_of_memory(error)
+    return is_of_cuda and "device-side assert" not in text
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's own error, the system's (a mapping), or that of torch's allocator."""
+    """Whether `error` is Python's own, the operating system's (of a mapping), or that of torch's host allocator."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def write_termination(path: Path, ending: Ending, rank: int, step: int) -> None:
-    """Best effort: a run that cannot say how it ended still ends with its exit code."""
+    """Writes the termination message if it can: a run that cannot say how it ended still ends with its exit code."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(ending.to_json(rank, step) + "\n", encoding="utf-8")
@@ -121,7 +129,7 @@ def write_termination(path: Path, ending: Ending, rank: int, step: int) -> None:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End the process without destructors: that of a process group would wait for peers that may be gone."""
+    """Ends the process without destructors, because that of a process group would wait for peers that may be gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

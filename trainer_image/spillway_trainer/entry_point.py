@@ -10,7 +10,7 @@ from spillway.errors import UserError
 
 
 def function_of(entrypoint: str, where: str) -> Callable[[], object]:
-    """The function `package.module:function`. Raises UserError, with `where`."""
+    """Imports the function `package.module:function`. Raises UserError, which begins with `where`."""
     module_name, _, name = entrypoint.partition(":")
     try:
         module = importlib.import_module(module_name)

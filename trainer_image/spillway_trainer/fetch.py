@@ -2,9 +2,9 @@
 
     list the files -> D.fetching/<name>.part, four at a time -> size and checksum -> D.fetching/<name> -> rename to D
 
-D is complete or not there. A download that was killed goes on where each file ended; a file that changed at its source
-meanwhile starts again. Two jobs that fetch into the same D take turns, and the second one finds it complete. D/.fetched
-tells where it came from; nothing that is in the way is overwritten.
+D is either complete or absent. A download that was killed continues where each file ended; a file that has changed at
+its source meanwhile starts again. Two jobs that fetch into the same D take turns, and the second finds it complete.
+D/.fetched says where D came from; files that did not come from a download are never overwritten.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .checkpoints.durable_files import DurableFiles
 from .corpus.text_source import directory_of
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-"""What of a model's directory is fetched: a hub may keep the same weights in four formats."""
+"""Which files of a model's directory are fetched: a hub may keep the same weights in four formats."""
 NUM_AT_ONCE = 4
 READ_BYTES = 16 << 20
 PATIENCE_SECONDS = 300.0
-"""How long a source may answer no request before the download fails; the next one goes on from there."""
+"""How long a source may leave requests unanswered before the download fails; the next download continues from there."""
 LONGEST_WAIT_SECONDS = 30.0
 TELL_SECONDS = 10.0
 RECORD = ".fetched"
@@ -48,20 +48,20 @@ class RemoteFile:
     """A file as its source describes it."""
 
     path: str
-    """In its file system."""
+    """Its path in the source's file system."""
     name: str
-    """Below the directory."""
+    """Its path relative to the directory."""
     nbytes: int | None
-    """None: its source does not say."""
+    """None if the source does not say."""
     version: str
-    """Changes when the file does."""
+    """Changes when the file changes; empty if the source says nothing."""
     algorithm: str = ""
-    """Of `digest`: md5, sha256, or git, the SHA-1 of a git blob; empty: the source tells none."""
+    """How `digest` is computed: md5, sha256, or git (the SHA-1 of a git blob); empty if the source gives no digest."""
     digest: str = ""
 
 
 def fetch_all(spec: TrainingJobSpec, claims: Mapping[str, str | Path], tell: Callable[[str], None]) -> None:
-    """Every download of a job that is not there yet. Raises UserError."""
+    """Fetches everything that the job's locations name and that is not there yet. Raises UserError."""
     for field, place in spec.places.items():
         if place.fetch is not None:
             directory = directory_of(place, claims, f"spec.{field}")
@@ -103,7 +103,8 @@ def fetch(field: str, uri: str, directory: Path, patterns: Sequence[str], tell: 
 
 @contextmanager
 def _turn(directory: Path, where: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """One download into a directory at a time; the file beside it stays, or a third one would lock another file."""
+    """Lets one job at a time download into a directory. The lock file beside it is never removed: if it were, a third
+    job would lock another file."""
     with directory.with_name(f"{directory.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,7 +133,7 @@ def _is_there(directory: Path, uri: str, where: str) -> bool:
 
 
 def _forget_changed(staging: Path, uri: str, found: Sequence[RemoteFile]) -> None:
-    """Keeps of an earlier try what is the same at its source still, and notes what is fetched now."""
+    """Deletes from an earlier try the files that have changed at their source, and notes what is fetched now."""
     listing = staging / RECORD
     versions = {one.name: one.version for one in found}
     try:
@@ -158,7 +159,7 @@ def _size(directory: Path) -> int:
 
 
 class _Source:
-    """A place that fsspec reads."""
+    """A place that fsspec can read."""
 
     def __init__(self, uri: str, where: str) -> None:
         self.where = where
@@ -169,22 +170,23 @@ class _Source:
                 f"{where}: this download needs the Python packages fsspec and {needed}; run pip install "
                 "'spillway-training[fetch,hf]'"
             )
-        import fsspec  # noqa: PLC0415 - half a second, for those who fetch
+        import fsspec  # noqa: PLC0415 - takes half a second, which only a job that fetches should pay
 
         self.files_of, self.root = fsspec.core.url_to_fs(uri)
         self._scheme = scheme
 
     def files(self, patterns: Sequence[str]) -> list[RemoteFile]:
-        """Raises UserError where there are none."""
+        """Returns the files that match one of `patterns`. Raises UserError if there are none, or if a name is not
+        allowed."""
 
         def listed() -> dict[str, Mapping[str, Any]]:
             self.files_of.invalidate_cache()
-            if self._scheme in ("http", "https"):  # a file: the links of a page are not a directory
+            if self._scheme in ("http", "https"):  # one file: the links of a page are not a directory
                 return {self.root: self.files_of.info(self.root)}
             return dict(self.files_of.find(self.root, detail=True))
 
         every = [self._described(path, info) for path, info in self.tried(listed).items() if not path.endswith("/")]
-        if self._scheme == "hf" and patterns == ("*",):  # of a data set: its page is no text to train on
+        if self._scheme == "hf" and patterns == ("*",):  # the README of a data set is not text to train on
             every = [one for one in every if one.name != "README.md"]
         chosen = [one for one in every if any(fnmatch(PurePosixPath(one.name).name, pattern) for pattern in patterns)]
         if not chosen:
@@ -206,7 +208,7 @@ class _Source:
         size = info.get("size")
         tag = str(info.get("ETag") or "").strip('"')
         algorithm = digest = ""
-        if self._scheme == "s3" and len(tag) == 32:  # of an object that was uploaded in one part
+        if self._scheme == "s3" and len(tag) == 32:  # an MD5, because the object was uploaded in one part
             algorithm, digest = "md5", tag
         if lfs := info.get("lfs"):
             algorithm, digest = "sha256", str(lfs["sha256"])
@@ -216,7 +218,7 @@ class _Source:
         return RemoteFile(path, name, None if size is None else int(size), version, algorithm, digest)
 
     def is_own_digest(self, remote: RemoteFile) -> bool:
-        """Whether `digest` is of the file's bytes: an object that S3 encrypts with a key of a customer has another."""
+        """Whether `digest` is that of the file's bytes: it is not if S3 encrypts the object with a customer's key."""
         if remote.algorithm != "md5":
             return True
         bucket, _, key = remote.path.partition("/")
@@ -224,16 +226,17 @@ class _Source:
         return head.get("ServerSideEncryption") in (None, "AES256") and not head.get("SSECustomerAlgorithm")
 
     def tried(self, call: Callable[[], Any], progress: Callable[[], int] = lambda: 0) -> Any:
-        """The result of `call`; repeated after errors that may pass, until it made no `progress` for so long."""
+        """Returns the result of `call`. Repeats it after errors that may pass, until it has made no `progress` for
+        PATIENCE_SECONDS; raises UserError then."""
         since, pause, known = time.monotonic(), 1.0, progress()
         while True:
             try:
                 return call()
             except UserError:
                 raise
-            except Exception as error:  # of any of three libraries
+            except Exception as error:  # from any of three libraries
                 if isinstance(error, OSError) and error.filename and _is_local(error.filename):
-                    raise  # this side's disk
+                    raise  # an error of the local disk
                 if (why := _permanent(error)) is not None:
                     raise UserError(f"{self.where}: {why}") from error
                 if progress() > known:
@@ -256,7 +259,7 @@ _STATUS = {401: f"access denied; {_CREDENTIALS}", 403: f"access denied; {_CREDEN
 
 
 def _permanent(error: Exception) -> str | None:
-    """What to do about an error that no repetition mends; None: it may pass."""
+    """Returns what to do about an error that no repetition can mend; None if the error may pass."""
     name = type(error).__name__
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     denied = name in ("NoCredentialsError", "PartialCredentialsError", "GatedRepoError")
@@ -271,7 +274,7 @@ def _permanent(error: Exception) -> str | None:
 
 
 class _Download:
-    """Several files at once, into `staging`."""
+    """Downloads several files at once into `staging`."""
 
     def __init__(
         self, source: _Source, files: Sequence[RemoteFile], staging: Path, tell: Callable[[str], None]
@@ -279,13 +282,13 @@ class _Download:
         self._source, self._files, self._staging, self._tell = source, files, staging, tell
         self._lock = threading.Lock()
         self._nbytes: dict[str, int] = {}
-        """Of each file, what is on this disk."""
+        """Bytes of each file that are on this disk."""
         self._fetched = self._num_files = 0
         self._told = self._begun = time.monotonic()
         self._stops = threading.Event()
 
     def run(self) -> None:
-        """Raises the first file's error, once the others have stopped."""
+        """Downloads all files. Raises the error of the first one that fails, once the others have stopped."""
         with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
             asked = [threads.submit(self._file, remote) for remote in self._files]
             try:
@@ -316,16 +319,16 @@ class _Download:
             self._num_files += 1
 
     def _read(self, remote: RemoteFile, part: Path) -> None:
-        """Appends to `part` what it lacks, and writes it through to the disk."""
+        """Appends the missing bytes to `part`, and flushes it to the disk."""
         with part.open("ab") as file, self._source.files_of.open(remote.path, "rb", cache_type="none") as opened:
             if at := file.tell():
                 try:
                     opened.seek(at)
-                except (ValueError, OSError):  # a server that cannot: from the beginning
+                except (ValueError, OSError):  # the server cannot seek: start from the beginning
                     file.truncate(0)
             while remote.nbytes is None or file.tell() < remote.nbytes:
                 if self._stops.is_set():
-                    raise UserError("stopped")  # another file's error is told
+                    raise UserError("stopped")  # only the other file's error is reported
                 left = READ_BYTES if remote.nbytes is None else remote.nbytes - file.tell()
                 data = opened.read(min(READ_BYTES, left))
                 if not data:

@@ -2,8 +2,8 @@
 
     spec.model -> Chain without memory -> one micro-batch of fake tensors through it -> figures per segment
 
-Fake tensors have shapes, types and a device's kernels, but no memory: so the figures are those of a CPU, whatever the
-model's size. What is measured is what autograd does: the storages that it saves, and the bytes alive at once.
+Fake tensors have shapes, types and the kernels of a device, but no memory, so a model of any size can be measured with
+a CPU's kernels. What is measured is what autograd does: the storages that it saves, and the bytes alive at once.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.planning.model_shape import ModelShape, ParameterShape, Segment
 
+from .corpus.packing import Documents
+from .ending import LONGEST_TERMINATION
 from .fetch import fetch_all
 from .models.build import build_model
 from .models.chain import Chain, as_carried, replace_parameters
 from .segments import writing_nothing
 
-MOST_TERMINATION_BYTES = 4096
 _BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 
 
 def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
-    """The shape of the job's model at its micro-batch and sequence length, with those of members for which it differs.
-    Raises UserError for a model that cannot be built, and for one that a micro-batch does not pass through."""
+    """Returns the shape of the job's model at its micro-batch and sequence length, and the shapes of those members that
+    have another one. Raises UserError if a model cannot be built, or if its forward fails on a micro-batch."""
     shape, others = _inspected(spec, claims), dict[str, ModelShape]()
     for name, one in named_specs(spec).items() if spec.model.config is None else ():
         if (key := inspected_as(one)) not in (inspected_as(spec), *others):
@@ -60,7 +61,9 @@ def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
 def _inspected(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
     chain = build_model(spec, claims)
     try:
-        return shape_of_chain(chain, spec.training.micro_batch_size, spec.training.sequence_length)
+        training = spec.training
+        num_micro_batches = training.global_batch_size // training.micro_batch_size if spec.data.packing else 0
+        return shape_of_chain(chain, training.micro_batch_size, training.sequence_length, num_micro_batches)
     except UserError:
         raise
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -75,14 +78,20 @@ def _inspected(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
         ) from error
 
 
-def shape_of_chain(chain: Chain, batch: int, length: int) -> ModelShape:
-    """`chain` as `build_model` makes it; it is of no other use afterwards, its parameters have become fake."""
+def shape_of_chain(chain: Chain, batch: int, length: int, num_packed: int = 0) -> ModelShape:
+    """Measures a `chain` as `build_model` makes it. It cannot be used for anything else afterwards, because its
+    parameters have become fake.
+
+    `num_packed`: how many micro-batches a step has if their rows hold several documents, because each of them has its
+    own tables; else 0.
+    """
     tokens_BT = torch.zeros(batch, length, dtype=torch.int64)
     labels_BT = torch.zeros_like(tokens_BT)
-    arguments = {name: chain.arguments(name, tokens_BT, labels_BT, 1) for name, _ in chain.segments}
+    documents = [Documents(((length,),) * batch)] if num_packed else []
+    arguments = {name: chain.arguments(name, tokens_BT, labels_BT, 1, *documents) for name, _ in chain.segments}
     inside, tied = chain.parameters_of(), chain.tied
     places = {parameter: index for index, names in enumerate(inside.values()) for parameter in names}
-    # A type that is not the adapters', of which there may be one only.
+    # The only type of all parameters that are not adapters.
     compute = [p.dtype for p in chain.parameters() if chain.autocast is None or not p.requires_grad]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -104,41 +113,41 @@ def shape_of_chain(chain: Chain, batch: int, length: int) -> ModelShape:
         vocab_size=chain.vocab_size,
         compute_bytes=compute[0].itemsize,
         trained_bytes=max((p.element_size() for p in chain.parameters() if p.requires_grad), default=0),
-        table_bytes_per_position=-(-_table_bytes(arguments, (tokens_BT, labels_BT)) // length),
+        table_bytes_per_position=-(-_table_bytes(arguments, (tokens_BT, labels_BT)) * max(1, num_packed) // length),
         tied=tuple((places[alias], places[owner]) for alias, owner in tied.items()),
     )
 
 
 @dataclass(slots=True)
 class Measured:
-    """One segment at one micro-batch, in bytes."""
+    """One segment's figures at one micro-batch, in bytes unless the name says otherwise."""
 
     saved: list[int] = field(default_factory=list)
-    """Of each storage that this segment is the first to save."""
+    """Bytes of each storage that this segment is the first to save."""
     made: list[int] = field(default_factory=list)
-    """Of each storage that this segment made and passes on."""
+    """Bytes of each storage that this segment made and passes on."""
     passed: list[int] = field(default_factory=list)
-    """Of each that it received from the previous segment and passes on."""
+    """Bytes of each storage that it received from the previous segment and passes on."""
     width: int = 0
     """Last dimension of the first output."""
     forward_peak: int = 0
     backward_peak: int = 0
     lean_peak: int = 0
     own_saved: int = 0
-    """Of storages that this segment made itself."""
+    """Bytes that this segment saves of storages that it made itself."""
     attention_flops: float = 0.0
     matrix_parameters: int = 0
     trained_matrix_parameters: int = 0
 
 
 def _measured(chain: Chain, tokens_BT: Tensor, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Measured]:
-    """Segment after segment; one that equals another in its modules, parameters and inputs is measured once."""
+    """Measures segment after segment; segments with equal modules, parameters and inputs are measured once."""
     carried: tuple[Tensor, ...] = (tokens_BT,)
     found: dict[str, Measured] = {}
     equal: dict[Any, tuple[Measured, tuple[Tensor, ...]]] = {}
-    others = [arguments[name] for name, _ in chain.segments[:-1]]  # not the head's labels, which the loss saves
+    others = [arguments[name] for name, _ in chain.segments[:-1]]  # without the head's labels, which the loss saves
     known = {_key(p) for p in chain.parameters()} | {_key(v) for v in tree_leaves(others) if isinstance(v, Tensor)}
-    alive: list[Tensor] = []  # or the address of a storage would come to mean another one
+    alive: list[Tensor] = []  # keeps storages alive, so that none of their addresses comes to mean another one
     for name, module in chain.segments:
         inputs = (*carried, *arguments[name])
         signature = (str(module), *(_kind(value) for value in (*module.parameters(), *inputs)))
@@ -168,8 +177,8 @@ def _peaks(
     region: Callable[[], AbstractContextManager[Any]],
     num_tokens: int,
 ) -> Measured:
-    """The most bytes alive in a forward that saves nothing, in one that does, and in its backward, where gradients of
-    parameters are taken away as soon as they are whole."""
+    """Measures the most bytes alive in a forward that saves nothing, in a forward that saves, and in its backward,
+    where the gradient of a parameter is taken away as soon as it is complete."""
     one, saved = Measured(), list[int]()
     with writing_nothing(name, module, inputs), torch.no_grad(), region(), LiveStorages() as live:
         module(*inputs)
@@ -204,19 +213,21 @@ def _peaks(
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages that operations made and that are alive, at their highest; and what the operations were."""
+    """Tracks the highest sum of bytes of living storages that operations made, and what the operations were."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.attention_flops = 0.0
         self.looked_up: set[int] = set()
-        """Storages of tables: matrices that no product uses."""
+        """Storages of lookup tables: matrices that no product uses."""
         self.grouped: dict[int, int] = {}
-        """Storage of the matrices of experts -> values that products of their rows multiply: each row meets one."""
+        """Storage of the experts' matrices -> number of multiplications by them; each row is multiplied by one expert
+        only."""
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._pending = 0
-        """Alive after the last operation that made something: if that is a parameter's gradient, it is subtracted."""
+        """Bytes alive after the last operation that made a storage; if that is a parameter's gradient, it is
+        subtracted."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
@@ -240,7 +251,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def forget(self, gradient: Tensor) -> None:
-        """A parameter's gradient is counted by itself: the largest one, once."""
+        """Stops counting the gradient of a parameter here: gradients are counted separately (the largest one, once)."""
         _, size = self._storages.pop(_key(gradient), (None, 0))
         self._pending -= size
 
@@ -266,7 +277,8 @@ def _expired(reference: StorageWeakRef) -> bool:
 
 
 def _attention_flops(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> float:
-    """Of scores and their product with values, in forward; fused kernels skip what a causal mask hides."""
+    """Returns the FLOPs of attention scores and of their product with the values, in forward. Fused kernels skip what a
+    causal mask hides."""
     if function in _BATCHED_PRODUCTS:
         *_, left, right = [value for value in arguments if isinstance(value, Tensor)]
         return 2.0 * left.numel() * right.shape[-1]
@@ -319,7 +331,7 @@ def _segment(
 
 
 def _make_fake(chain: Chain) -> None:
-    """Parameters that have a CPU's kernels and no memory. Within FakeTensorMode."""
+    """Replaces parameters by ones that use the CPU's kernels and have no memory. Call it within FakeTensorMode."""
 
     def fake(parameter: nn.Parameter) -> nn.Parameter:
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
@@ -333,14 +345,15 @@ def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
 
 
 def _region(chain: Chain) -> Callable[[], AbstractContextManager[Any]]:
-    """What every segment's forward runs in."""
+    """Returns the context in which every segment's forward runs."""
     if chain.autocast is None:
         return nullcontext
     return lambda: torch.autocast("cpu", dtype=chain.autocast)
 
 
 def _collector(saved: list[int], known: set[int], alive: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A pack hook that notes each storage when it comes the first time; `known` ones never."""
+    """Returns a pack hook that notes the bytes of each storage when it is first saved; never those of `known`
+    storages."""
 
     def pack(tensor: Tensor) -> Tensor:
         if _key(tensor) not in known:
@@ -353,7 +366,7 @@ def _collector(saved: list[int], known: set[int], alive: list[Tensor]) -> Callab
 
 
 def _kind(value: Any) -> Any:
-    """What operations depend on."""
+    """Returns what operations depend on."""
     return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value
 
 
@@ -366,7 +379,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _table_bytes(arguments: Mapping[str, tuple[Any, ...]], batch: Sequence[Tensor]) -> int:
-    """Position tables and masks: made once, kept for the whole run."""
+    """Returns the bytes of position tables and masks, which are made once and kept for the whole run."""
     of_batch = {_key(value) for value in batch}
     tables = {_key(v): v for v in tree_leaves(arguments) if isinstance(v, Tensor) and v.dtype != torch.int64}
     return sum(v.untyped_storage().nbytes() for key, v in tables.items() if key not in of_batch)
@@ -399,22 +412,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_pod(asked: Path, termination: Path) -> int:
-    """For a pod of the operator's: `asked` holds the spec and where its claims are mounted. Fetches what is to be
-    fetched, which may take hours, and inspects, which may not."""
+    """Runs in a pod that the operator started. `asked` holds the spec, and where its claims are mounted. Fetches what
+    is to be fetched, which may take hours, and inspects, which has a deadline."""
     try:
         document = json.loads(asked.read_text(encoding="utf-8"))
         spec = TrainingJobSpec.model_validate(document["spec"])
         fetch_all(spec, document["claims"], lambda line: print(line, flush=True))
-        faulthandler.dump_traceback_later(INSPECTION_DEADLINE_SECONDS, exit=True)  # where it hangs is told by its log
+        faulthandler.dump_traceback_later(INSPECTION_DEADLINE_SECONDS, exit=True)  # the log then tells where it hangs
         told = inspect(spec, document["claims"]).packed()
-        if len(told) > MOST_TERMINATION_BYTES:
+        if len(told) > LONGEST_TERMINATION:
             raise UserError(
                 "spec.model: the model has too many layers of different sizes: the pod that measures them reports them "
                 "in its termination message, which holds 4096 bytes; give more of the layers the same sizes, "
                 "or let fewer members differ in model.lora"
             )
     except UserError as error:
-        termination.write_text(str(error)[:MOST_TERMINATION_BYTES], encoding="utf-8", errors="replace")
+        told = str(error).encode(errors="replace")[:LONGEST_TERMINATION].decode(errors="ignore")
+        termination.write_text(told, encoding="utf-8")
         print(error, file=sys.stderr)
         return error.exit_code
     finally:
@@ -424,7 +438,8 @@ def _in_pod(asked: Path, termination: Path) -> int:
 
 
 def _answer() -> TextIO:
-    """Standard output, for the answer alone: all that a model's own code prints from now on goes to standard error."""
+    """Returns standard output, for the answer alone: what a model's own code prints from now on goes to standard
+    error."""
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.stdout = sys.stderr

@@ -2,14 +2,14 @@
 
     python -m spillway_trainer.probe --directory SPILL --threads N [--quick]
 
-disk      batches of 16 MiB through our I/O engine into a nameless file, which ends with the process, however that ends
+disk      batches of 16 MiB through our I/O engine into a nameless file, which vanishes even if the process is killed
 matrices  products of the sizes that transformers have
-memory    a copy by one thread, as a lane makes it; a copy by all of them
+memory    a copy by one thread, as a lane makes it; a copy by all threads
 update    our AdamW kernel on more bytes than caches hold
 links     on a GPU: copies up, down, both ways at once, and within the device
-training  whole steps of small models, in turn, so that a busy moment hits them all
+training  whole steps of small models, in turn, so that other load on the machine affects all of them
 
-Prints one JSON object a line: {"doing": ...} before each part, and {"result": ...} or {"error": ...} at last.
+Prints one JSON object per line: {"doing": ...} before each part, and {"result": ...} or {"error": ...} at the end.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Cell:
     compute: str = "bfloat16"
     optimizer: str = "Device"
     activations: str = "Keep"
-    """spec.memory.advanced: placement and policy; host memory means many small operations."""
+    """`optimizer` and `activations` are the placement and the policy in spec.memory.advanced; host memory means many
+    small operations."""
     num_micro_batches: int = 2
 
     def job(self) -> TrainingJob:
@@ -127,7 +128,8 @@ CELLS = (
 
 
 DEVICE_CELLS = (Cell(1024, 4, 8192, 1024, 4), Cell(1024, 4, 8192, 1024, 2, "float32"))
-"""Additional cells of a GPU: those that take it longer than the host's launch."""
+"""Additional cells for a GPU: large enough that it needs more time for their steps than the host needs to launch
+them."""
 
 
 def main() -> None:
@@ -146,13 +148,13 @@ def main() -> None:
 
 
 def as_the_trainer(threads: int) -> None:
-    """Threads and allocator as in a run; `environment` did the rest when this module was imported."""
+    """Sets threads and allocator as in a run; importing `environment` in this module did the rest."""
     torch.set_num_threads(threads)
     native.return_freed_memory()
 
 
 def device_named(kind: str) -> torch.device:
-    """Ready for work. Raises UserError where there is none."""
+    """Returns the device, ready for work. Raises UserError if there is none of this kind."""
     if kind == "Cpu":
         return CPU
     device = cuda.device_of(0)
@@ -165,7 +167,8 @@ def say(document: Mapping[str, Any]) -> None:
 
 
 def measure(directory: Path, threads: int, quick: bool, device: torch.device = CPU) -> dict[str, Any]:
-    """Everything. Raises SpillVolumeFull or UserError before anything else when `directory` cannot be probed."""
+    """Measures everything. Raises SpillVolumeFull or UserError before any other measurement if `directory` cannot be
+    probed."""
     load = os.getloadavg()[0]
     say({"doing": f"disk: writing and reading {format_bytes(disk_bytes(quick))} in {directory}"})
     figures, backend = disk(directory, disk_bytes(quick))
@@ -210,8 +213,8 @@ def repeated(work: Callable[[], object]) -> list[float]:
 
 
 def disk(directory: Path, nbytes: int) -> tuple[Figures, str]:
-    """Bytes per second of each batch, and the backend. The volume must have twice the bytes free, so that the probe
-    fills it for no one else."""
+    """Returns the bytes per second of each batch, and the I/O backend. The volume must have twice `nbytes` free, so
+    that the probe does not fill it for others."""
     room = os.statvfs(directory) if directory.is_dir() else None
     if room is not None and room.f_bavail * room.f_frsize < 2 * nbytes:
         free = room.f_bavail * room.f_frsize
@@ -221,7 +224,7 @@ def disk(directory: Path, nbytes: int) -> tuple[Figures, str]:
         )
     slab = HostSlab(BATCH_BYTES)
     buffer = slab.allocate(BATCH_BYTES, "probe")
-    buffer.copy_(torch.randint(0, 256, (BATCH_BYTES,), dtype=torch.uint8))  # compressing drives must not profit
+    buffer.copy_(torch.randint(0, 256, (BATCH_BYTES,), dtype=torch.uint8))  # so that compression does not help
     file = SpillFile(directory, nbytes, num_threads=IO_THREADS)
     try:
         writes, reads, checksums = [], [], dict[int, int]()
@@ -241,13 +244,13 @@ def disk(directory: Path, nbytes: int) -> tuple[Figures, str]:
 
 
 def links(device: torch.device) -> Figures:
-    """Bytes per second between device and host, and within the device: medians, several times."""
+    """Returns bytes per second between device and host, and within the device: REPEATS medians of each."""
     found = [cuda.link_rates(device, HostSlab(2 * COPY_BYTES), COPY_BYTES) for _ in range(REPEATS)]
     return {name: [one[name] for one in found] for name in found[0]}
 
 
 def matrices(sizes: Sequence[int], device: torch.device = CPU) -> Figures:
-    """FLOPs per second of square products."""
+    """Returns the FLOPs per second of products of square matrices."""
     figures: Figures = {}
     for dtype in (torch.bfloat16, torch.float32):
         for size in sizes:
@@ -259,7 +262,7 @@ def matrices(sizes: Sequence[int], device: torch.device = CPU) -> Figures:
 
 
 def memory(threads: int) -> Figures:
-    """Bytes per second: copied by a lane's thread; read and written by all threads."""
+    """Returns bytes per second: copied by a lane's thread; read and written by all threads."""
     source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
     one = repeated(lambda: kernels.copy(target, source))
     every = repeated(lambda: kernels.copy(target, source, num_threads=threads))
@@ -270,7 +273,7 @@ def memory(threads: int) -> Figures:
 
 
 def update(threads: int) -> Figures:
-    """Bytes per second that AdamW moves: 28 a parameter and the bfloat16 copy."""
+    """Returns the bytes per second that AdamW moves: 28 per parameter, and 2 for the bfloat16 copy."""
     master, exp_avg, exp_avg_sq, gradient = (torch.full((UPDATE_PARAMETERS,), 0.01) for _ in range(4))
     out = torch.empty(UPDATE_PARAMETERS, dtype=torch.bfloat16)
     scalars = UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, 0.9, 0.95)
@@ -300,8 +303,8 @@ class RandomTokens:
 def training(
     cells: Sequence[Cell], directory: Path, threads: int, num_rounds: int = ROUNDS, device: torch.device = CPU
 ) -> Iterator[dict[str, Any]]:
-    """Steps of every cell, as in run.jsonl, and what its plan says they have to do. `directory` only gets nameless
-    spill files."""
+    """Yields the steps of every cell, as in run.jsonl, and the work that its plan predicts for a step. `directory` only
+    gets nameless spill files."""
     node = local_node(threads, 4 * GIB, 4 * GIB, GIB)
     if device != CPU:
         on_device = gpu_node("", cuda.memory_bytes(device), 1)
@@ -331,7 +334,7 @@ def training(
 
 
 def finite(step: StepMetrics) -> dict[str, Any]:
-    """Only what calibration reads: a loss on random tokens may be anything."""
+    """Returns what calibration reads of a step, with a finite loss: on random tokens, the loss may be anything."""
     return dataclasses.asdict(dataclasses.replace(step, loss=0.0, gradient_norm=0.0, clip_factor=1.0))
 
 

@@ -1,6 +1,6 @@
 """The ranks of a run: this process's place among them, and collective operations. `OneRank` is a run of one.
 
-docs/ranks.md says what all ranks agree on, and when. distributed.py has the ranks that talk to each other.
+docs/ranks.md says what all ranks agree on, and when. parallel/distributed.py implements ranks that communicate.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from spillway.errors import UserError
 
 Result = TypeVar("Result")
 TakeBuffer = Callable[[int], Tensor]
-"""Allocates uint8 host memory for the whole run."""
+"""Allocates uint8 memory for the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Which of how many ranks this process is, and where they meet: torchrun's environment variables."""
+    """This process's rank, the number of ranks, and where they meet, from torchrun's environment variables."""
 
     rank: int = 0
     local_rank: int = 0
-    """Among the ranks of this node."""
+    """Number among the ranks of this node."""
     size: int = 1
     master_address: str = "127.0.0.1"
     """Host of rank 0."""
@@ -34,7 +34,7 @@ class World:
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> World:
-        """One rank without variables. Raises UserError if they make no sense."""
+        """Reads the variables; a process without them is the only rank. Raises UserError if they make no sense."""
         rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
         if rank >= size:
             raise UserError(
@@ -52,16 +52,18 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Rank 0 decides, reads and writes for all."""
+        """Whether this is rank 0, which decides, reads and writes for all."""
         return self.rank == 0
 
     @property
     def corpus_turn(self) -> int:
-        """0 for rank 0; 1 for the first rank of every other node, which may have a disk of its own; 2 for the rest."""
+        """When this rank may build the corpus. 0: rank 0; 1: the first rank of every other node, which may have a disk
+        of its own; 2: all others."""
         return min(self.rank, 1) + min(self.local_rank, 1)
 
     def share(self, count: int) -> range:
-        """Which of `count` micro-batches per rank are this rank's, by their number in the world: dealt out in turn."""
+        """Returns the numbers, among those of all ranks, of this rank's `count` micro-batches: they are dealt out in
+        turn."""
         return range(self.rank, count * self.size, self.size)
 
 
@@ -76,7 +78,8 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 
 def dealt(per_rank: Sequence[Sequence[float]]) -> list[float]:
-    """The values of all ranks, equally many each, in the order of the micro-batches that `World.share` dealt out."""
+    """Returns the values of all ranks (the same number from each) in the order of the micro-batches that `World.share`
+    dealt out."""
     return [value for in_turn in zip(*per_rank, strict=True) for value in in_turn]
 
 
@@ -84,29 +87,30 @@ class GradientSum(Protocol):
     """Sums gradients over the ranks."""
 
     bucket: int
-    """Values that are exchanged at once."""
+    """Number of values that are exchanged at once."""
 
     def __call__(self, gradients: Iterable[Tensor]) -> None:
-        """`gradients` are flat float32 accumulators, the same sizes in the same order on every rank; summed in place,
-        to the same bits everywhere. Raises PeerLost."""
+        """Sums `gradients` in place, to the same bits on every rank. They are flat float32 accumulators, of the same
+        sizes and in the same order on every rank. Raises PeerLost."""
 
     def sent_bytes(self, num_values: int) -> int:
-        """To the other ranks, for so many values."""
+        """Returns the bytes that this rank sends to the others for `num_values` values."""
 
 
 class Exchange(Protocol):
-    """Sums all gradients of a step over the ranks; part of it may be done in backward."""
+    """Sums all gradients of a step over the ranks; part of the sum may run during backward."""
 
     @property
     def is_late(self) -> bool:
-        """A gradient has come whose sum was begun without it: the step must be repeated."""
+        """Whether a gradient came after its sum had begun without it: the step must then be repeated."""
 
     def __call__(self) -> None:
-        """Return when all is summed; the same uses have arrived on every rank. Raises PeerLost."""
+        """Returns when everything is summed. The same uses must have arrived on every rank. Raises PeerLost."""
 
 
 class NoExchange:
-    """One rank's gradients are the sum; ranks with shards of a model sum their own."""
+    """For one rank, whose gradients are the sum, and for ranks with shards of a model, which sum their own
+    gradients."""
 
     is_late = False
 
@@ -120,33 +124,36 @@ NO_EXCHANGE = NoExchange()
 class Ranks(Protocol):
     """What the ranks of one run do together. Every rank makes the same calls in the same order.
 
-    `first`, `tell` and `agree` may wait for long (a corpus, a checkpoint) and let a signal through meanwhile; the rest
-    is part of the step and bounded by a time limit. Each raises PeerLost when a rank that it needs is gone.
+    `first`, `tell` and `agree` may wait long (for a corpus or a checkpoint), and a signal interrupts them; all others
+    are part of a step and have a time limit. Each raises PeerLost if a rank that it needs is gone.
     """
 
     @property
     def world(self) -> World: ...
 
     def first(self, label: str, work: Callable[[], Result]) -> Result | None:
-        """Rank 0 does `work`; the others wait for it and get None. Its SpillwayError is raised on every rank."""
+        """Rank 0 does `work`; the others wait for it and get None. If it raises a SpillwayError, every rank raises
+        it."""
 
     def tell(self, label: str, work: Callable[[], str]) -> str:
-        """As `first`, and every rank gets the result."""
+        """Like `first`, but every rank gets the result."""
 
     def agree(self, what: str, value: str) -> None:
         """Wait for all ranks. Raises UserError on every rank unless all have the same `value`."""
 
     def share(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0's named float32 tensors, one after the other, on every rank; the others' `tensors` are not read."""
+        """Yields rank 0's named float32 tensors, one after another, on every rank; the others' `tensors` are not
+        read."""
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of every rank, by rank; equally many on each."""
+        """Returns the values of every rank, in the order of ranks; each gives the same number of values."""
 
     def gradient_sum(
-        self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int
+        self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int, device: torch.device
     ) -> GradientSum | None:
-        """Takes its buffers now, for gradients of `num_values` values in all that travel as `wire`. None: there is
-        nothing to add. May be called while other operations go on."""
+        """Returns a sum of gradients of `num_values` values in total, which are sent as `wire`, and allocates its
+        buffers now; None if there is nothing to add. `device`: where the buffers are. May be called while other
+        operations are running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +177,9 @@ class OneRank:
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         return [list(values)]
 
-    def gradient_sum(self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> None:
+    def gradient_sum(
+        self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int, device: torch.device
+    ) -> None:
         return None
 
 

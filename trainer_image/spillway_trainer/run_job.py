@@ -20,10 +20,11 @@ import xxhash
 from torch import Tensor
 
 from spillway.api.job_file import JobFile
+from spillway.api.model import CHATS_NEED_CAUSAL
 from spillway.api.training import EarlyStopping
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.plan import MemoryPlan, Tier
-from spillway.units import counted
+from spillway.units import counted, format_bytes
 
 from . import config, running_statistics
 from .activation_spill import Chosen, live_correction
@@ -34,7 +35,7 @@ from .checkpoints import tensors as checkpoint
 from .checkpoints.directory import CheckpointNotWritten, Epoch, Owner, Resume, newest_at, tokenizer_of
 from .checkpoints.manifest import StoredCheckpoint, TrainingState
 from .corpus.building_peak import peak_of_building, room_for_more_text
-from .corpus.data import CHATS_NEED_CAUSAL, TokenBatches
+from .corpus.data import TokenBatches
 from .corpus.objective import TrainingObjective
 from .corpus.text_source import TextSource, directory_of, entry_point, python_stdlib, text_source
 from .corpus.tokens import Corpus, TokenizerRecipe, has_corpus, prepare_corpus
@@ -44,7 +45,7 @@ from .models.chain import Chain
 from .optimizer.loss_scale import LossScaler
 from .optimizer.schedule import LearningRate
 from .parallel import numa
-from .parallel.distributed import joined
+from .parallel.distributed import abort_exchanges, joined
 from .ranks import Ranks, World
 from .reporting.exporter import Exporter
 from .reporting.progress_client import reporting
@@ -54,14 +55,14 @@ from .tiers.host_slab import HostSlab
 from .trainer import Run, RunProgress, StopRequest, Written, settled_objects, train
 
 METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
-"""Set by the launcher, which alone serves job.json's port and asks the ranks of its node on 127.0.0.1."""
+"""Set by the launcher, which alone serves job.json's port and reads the metrics of its node's ranks on 127.0.0.1."""
 
 
 def run_job(
     job: JobFile, plan: MemoryPlan, recorder: Recorder, progress: RunProgress, stop: StopRequest, world: World
 ) -> str:
-    """Train to the end; `progress` tells how far it came. Every other end is an exception (see ending.py). Returns a
-    sentence about the end."""
+    """Train to the end; `progress` says how far training came. Returns a sentence about the end; every other end is an
+    exception (see ending.py)."""
     # Fixed before the first forward: the rounding of a matrix product depends on the number of threads.
     torch.set_num_threads(job.compute_threads)
     config.check_world(job, world)
@@ -106,7 +107,7 @@ def run_ranks(
     ranks: Ranks,
     device: torch.device,
 ) -> int:
-    """What `run_job` does once all ranks are there. `model` has no memory yet. Returns how many steps were asked
+    """Does what `run_job` does once all ranks are there. `model` has no memory yet. Returns how many steps were asked
     for."""
     epoch = ranks.first("start of the epoch", lambda: start_epoch(job))
     builds_corpus = not has_corpus(Path(job.corpus_directory))
@@ -119,7 +120,8 @@ def run_ranks(
     if ranks.world.is_first:
         each = f"{counted(batches.num_sequences, 'sequence')}: {counted(training.num_steps, 'step')}"
         say(recorder, f"{counted(epochs, 'epoch')} of {each}" if epochs else "")
-        say(recorder, batches.cut)
+        for line in batches.said:
+            say(recorder, line)
         say(recorder, batches.evaluated)
     ranks.agree("tokens and their order", batches.fingerprint)
     check_device(device, model, config.hyperparameters(job.spec, model))
@@ -183,7 +185,7 @@ def run_ranks(
 
 
 def run_of(plan: MemoryPlan, checkpoints: RunCheckpoints, recorder: Recorder, device: torch.device) -> Run:
-    """All that the step loop drives, of an assembly that `checkpoints` has filled."""
+    """Returns everything that the step loop drives, for an assembly that `checkpoints` has filled."""
     assembly, ranks, spec = checkpoints.assembly, checkpoints.ranks, checkpoints.job.spec
     return Run(
         model=assembly.called,
@@ -211,7 +213,7 @@ def tell_choice(recorder: Recorder, chosen: Chosen) -> None:
 
 
 def tell_correction(recorder: Recorder, progress: RunProgress, correction: MovedBytes) -> None:
-    """Of the step that ends."""
+    """Reports a correction at the end of the step that is running."""
     step = progress.step + 1
     report(correction.said(step))
     recorder.activations_corrected(
@@ -220,22 +222,28 @@ def tell_correction(recorder: Recorder, progress: RunProgress, correction: Moved
 
 
 def device_for(plan: MemoryPlan, world: World) -> torch.device:
-    """This rank's device. Raises UserError where the plan needs one that is not there."""
+    """Returns this rank's device. Raises UserError if the plan needs one that is not there."""
     return torch.device("cpu") if plan.device == "Cpu" else cuda.device_of(world.local_rank)
 
 
 def on_device(plan: MemoryPlan, num_local_ranks: int, world: World) -> tuple[MemoryPlan, torch.device]:
-    """This rank's device, ready, and the plan with the threads that are near it."""
+    """Returns the plan with threads that are near this rank's device, and that device, prepared."""
     device = device_for(plan, world)
     if device.type == "cuda":
         plan = near_device(plan, num_local_ranks, world)
-        cuda.prepare(device, plan.budget[Tier.DEVICE])
+        left = plan.budget[Tier.DEVICE] - plan.nccl_bytes
+        if left <= 0:
+            raise UserError(
+                f"spec.memory.budget.device = {format_bytes(plan.budget[Tier.DEVICE])}: with several ranks on Cuda "
+                f"devices, NCCL alone needs {format_bytes(plan.nccl_bytes)} of it; raise it"
+            )
+        cuda.prepare(device, left)
     return plan, device
 
 
 def near_device(plan: MemoryPlan, num_local_ranks: int, world: World) -> MemoryPlan:
-    """Keep this process, its threads and its memory to the NUMA node of its device, and say so: before CUDA makes its
-    context, which has threads and host memory of its own."""
+    """Keeps this process, its threads and its memory on the NUMA node of its device, and reports it. Must come before
+    CUDA makes its context, which has threads and host memory of its own."""
     root = Path("/")
     addresses = [cuda.bus_address(rank) for rank in range(num_local_ranks)]
     placement = numa.place(root, addresses, world.local_rank, os.sched_getaffinity(0), usable_cores(root))
@@ -246,7 +254,7 @@ def near_device(plan: MemoryPlan, num_local_ranks: int, world: World) -> MemoryP
 
 
 def operators_environment(ranks: Ranks) -> Mapping[str, str]:
-    """Where the operator listens: for rank 0, which alone reports."""
+    """Returns the environment that says where the operator listens. Only rank 0 reports, so others get an empty one."""
     return os.environ if ranks.world.is_first else {}
 
 
@@ -259,7 +267,7 @@ def start_epoch(job: JobFile) -> Epoch:
 
 
 def start_of(job: JobFile) -> Resume:
-    """What spec.checkpoint.from names; no checkpoint without it. Raises UserError."""
+    """Returns the checkpoint that spec.checkpoint.from names; none if the field is absent. Raises UserError."""
     place, field = job.spec.checkpoint.from_, "spec.checkpoint.from"
     if place is None:
         return Resume(None, ())
@@ -271,7 +279,7 @@ def start_of(job: JobFile) -> Resume:
 
 
 def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks, recorder: Recorder) -> Corpus:
-    """The corpus, built where it is missing: by rank 0, then on every other node that does not see rank 0's disk."""
+    """Returns the corpus. If it is missing, rank 0 builds it, then every other node that does not see rank 0's disk."""
 
     def prepare() -> Corpus:
         directory, recipe = Path(job.corpus_directory), tokenizer_recipe(job, model.objective)
@@ -288,17 +296,17 @@ def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks, recorder: Recorder
 
 
 def say(recorder: Recorder, line: str) -> None:
-    """One line of what comes before training, for log and console; nothing where it is empty."""
+    """Reports one line about what comes before training, to log and console; does nothing if it is empty."""
     if line:
         report(line)
         recorder.preparing(line)
 
 
 def serve_metrics(exporter: Exporter, job: JobFile) -> None:
-    """On this rank's own port where a launcher gave it one.
+    """Serves metrics on this rank's own port if a launcher gave it one, else on the job's.
 
-    That port was free when the launcher looked. Taken since, it costs this rank's series (spillway_rank_up says so),
-    not the run: nobody asked for that very port.
+    The launcher's port was free when the launcher looked. If it has been taken since, only this rank's series are lost
+    (spillway_rank_up says so), and the run continues: nobody asked for that very port.
     """
     port = os.environ.get(METRICS_PORT_VARIABLE)
     if port is not None:
@@ -316,13 +324,16 @@ def assembled(job: JobFile, plan: MemoryPlan, model: Chain, ranks: Ranks, device
     try:
         with survived(assembly.tiers):
             yield assembly
+    except BaseException:
+        abort_exchanges()  # for the operations in which another rank may never take part
+        raise
     finally:
         assembly.tiers.close()
 
 
 @contextmanager
 def survived(tiers: Tiers) -> Iterator[None]:
-    """Memory that runs out because a spill device failed, and bytes had to stay there, is that device's failure."""
+    """Turns exhausted memory into the failure of a spill device, if bytes had to stay in memory because it failed."""
     try:
         yield
     except (DeviceOutOfMemory, HostOutOfMemory) as error:
@@ -334,11 +345,11 @@ def survived(tiers: Tiers) -> Iterator[None]:
 
 @dataclass(slots=True)
 class RunCheckpoints:
-    """The run's state into its epoch's checkpoints, and out of the one that the epoch resumes from."""
+    """Writes the run's state into its epoch's checkpoints, and reads it from the one that the epoch resumes from."""
 
     job: JobFile
     epoch: Epoch | None
-    """Held by rank 0 alone, which reads and writes for all."""
+    """Only rank 0 has it, because it reads and writes for all."""
     assembly: Assembly
     batches: TokenBatches
     corpus: Corpus
@@ -346,21 +357,24 @@ class RunCheckpoints:
     ranks: Ranks
     loss_scale: LossScaler
     start: StoredCheckpoint | None = None
-    """Another run's, from whose parameters this one starts: spec.checkpoint.from."""
+    """Another run's checkpoint, from whose parameters this run starts (spec.checkpoint.from)."""
     base_is_there: bool = False
-    """Whether the frozen parameters of a shared base have their values."""
+    """Whether the frozen parameters of a shared base already have their values."""
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    """For the copy from which a checkpoint is written behind training; several ranks and members have none."""
+    """Memory for a copy from which a checkpoint is written while training continues. Empty in runs of several ranks,
+    and for members of a sweep."""
     _writer: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "checkpoint", native.compute_alone)
     )
     _writing: Future[Written] | None = None
 
     def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
-        """Every rank has the same state, so rank 0 writes; what it cannot write, no rank has committed.
+        """Writes a checkpoint of `progress`. Every rank has the same state, so only rank 0 writes; if it cannot write,
+        no rank has committed.
 
-        Where states are divided, every rank hands over its part of each, also of those that a failing rank 0 does not
-        write."""
+        If states are divided, every rank hands over its part of each state, even of those that a failing rank 0 does
+        not write.
+        """
         assert self._writing is None, "written() comes first"
         started, step, tensors = time.perf_counter(), progress.step, self.assembly.states()
         if behind and self.memory.nbytes:
@@ -387,7 +401,7 @@ class RunCheckpoints:
             return Written(step, missed=error)
 
     def written(self, *, wait: bool) -> Written | None:
-        """Raises what ended the writing (Fenced)."""
+        """Implements Checkpoints.written. Raises the exception that ended the writing (Fenced)."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
         started = time.perf_counter()
@@ -398,7 +412,8 @@ class RunCheckpoints:
 
     @property
     def origin(self) -> str:
-        """What `resume` is about to do; ranks that have no epoch do not say it."""
+        """What `resume` is about to do, for the recorder. Ranks without an epoch (all but 0) do not know of a
+        checkpoint."""
         found = None if self.epoch is None else self.epoch.resume.checkpoint
         if found is not None:
             return f"loading the checkpoint of step {found.manifest.state.step}"
@@ -407,9 +422,10 @@ class RunCheckpoints:
         return "loading the model" if self.job.spec.model.source else "initialising weights"
 
     def resume(self, progress: RunProgress) -> None:
-        """Fill model and optimizer: from the epoch's checkpoint, or from the model's source or seed; frozen parameters,
-        which no checkpoint holds, always from these. Rank 0's bits, on every rank: the nodes may have no disk in
-        common, and their processors may draw other random numbers."""
+        """Fill model and optimizer from the epoch's checkpoint, from the parameters of another run's checkpoint, or
+        from the model's source or seed. Frozen parameters, which no checkpoint holds, always come from source or seed.
+        Every rank gets rank 0's bits, because nodes may have no disk in common, and their processors may draw other
+        random numbers."""
         found = self.ranks.tell("checkpoint to resume from", self._found_state)
         for name, tensor in self.ranks.share(self._found_tensors()):
             self.assembly.load(name, tensor)
@@ -423,7 +439,7 @@ class RunCheckpoints:
     def _commit_behind(
         self, state: TrainingState, copies: Iterable[tuple[str, Tensor]], started: float, stalled_seconds: float
     ) -> Written:
-        """In the writer's thread."""
+        """Commits the copy. Runs in the writer's thread."""
         try:
             return self._commit(state, copies, started, stay=True)._replace(stalled_seconds=stalled_seconds)
         except CheckpointNotWritten as error:
@@ -437,13 +453,14 @@ class RunCheckpoints:
         try:
             kept = self.job.spec.checkpoint
             self.epoch.prune(kept.keep, state.best.step if kept.keep_best else 0)
-        except CheckpointNotWritten as error:  # the new one is committed all the same
+        except CheckpointNotWritten as error:  # the new checkpoint is committed all the same
             report(str(error))
         seconds = time.perf_counter() - started
         return Written(state.step, nbytes, seconds, seconds)
 
     def _found_state(self) -> str:
-        """JSON of the state that the epoch resumes from; empty when it starts from the seed."""
+        """Returns the state that the epoch resumes from, as JSON; empty if the epoch has no checkpoint. Raises
+        UserError if the checkpoint is not of the same run."""
         assert self.epoch is not None
         if self.epoch.resume.checkpoint is None:
             return ""
@@ -505,12 +522,12 @@ def digest(text: str) -> str:
 
 
 def make_batches(job: JobFile, corpus: Corpus, objective: TrainingObjective) -> TokenBatches:
-    training = job.spec.training
-    return TokenBatches(corpus, training.sequence_length, training.seed, objective, job.spec.data.evaluation)
+    training, data = job.spec.training, job.spec.data
+    return TokenBatches(corpus, training.sequence_length, training.seed, objective, data.evaluation, packs=data.packing)
 
 
 def in_steps(job: JobFile, batches: TokenBatches) -> JobFile:
-    """The job with as many steps as its epochs are. Raises UserError when its warm-up is longer."""
+    """Returns the job with its epochs converted to steps. Raises UserError if its warm-up is longer than that."""
     training = job.spec.training.in_steps(batches.num_sequences)
     if (warmup := training.schedule.warmup_steps) > training.num_steps:
         raise UserError(
@@ -521,7 +538,8 @@ def in_steps(job: JobFile, batches: TokenBatches) -> JobFile:
 
 
 def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRecipe:
-    """A model to start from brings its tokenizer with it; for every other one a tokenizer is trained on the text."""
+    """Returns where the tokenizer comes from: a model or checkpoint to start from has its own; otherwise one is trained
+    on the text."""
     source = job.spec.model.source
     if job.spec.data.chat is not None and objective is not TrainingObjective.CAUSAL:
         raise UserError(CHATS_NEED_CAUSAL)
@@ -534,7 +552,8 @@ def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRec
 
 
 def sources_of(job: JobFile) -> list[TextSource]:
-    """The text or chats to train on, as this process sees it, and that of spec.data.evaluation, where it has one."""
+    """Returns the text or chats to train on, as this process sees them, and that of spec.data.evaluation, if it has
+    one."""
     data, places = job.spec.data, {f"spec.{field}": place for field, place in job.spec.texts.items()}
     found = [text_source(directory_of(place, job.claims, field), field) for field, place in places.items()]
     if data.entrypoint is not None:
@@ -543,5 +562,5 @@ def sources_of(job: JobFile) -> list[TextSource]:
 
 
 def report(line: str) -> None:
-    """One line into the attempt's log."""
+    """Writes one line to the attempt's log."""
     print(line, flush=True)

@@ -1,15 +1,15 @@
 """The one saved-tensor dispatcher: decides what is held for each tensor that autograd saves.
 
-torch runs only the innermost pair of saved-tensor hooks, so there is one pair, and techniques meet here:
+torch runs only the innermost pair of saved-tensor hooks, so there is one pair, and all techniques share it:
 
     a parameter or a view of it   a reference, resolved at backward by the ParameterSource
-    recompute                     nothing: the segment's inputs; its forward runs again at the first need (Frame)
+    recompute                     only the segment's inputs; its forward runs again at first need (RecomputedSegment)
     host, nvme                    a handle of the ActivationStore, when the tensor is large, floating and an activation
     everything else               the tensor itself, charged to the device once per storage
 
-Two laws hold for all of them. The destructor of what `pack` returned is the only release: a finished backward, a
-dropped graph and an exception need no further signal. And hooks switch autograd's version check off, so each of them
-repeats it: a tensor changed in place after it was saved raises at backward, as it would without hooks.
+Two rules hold for all of them. The destructor of what `pack` returned is the only release, so a finished backward, a
+dropped graph and an exception need no further signal. And because hooks switch autograd's version check off, each
+handle repeats it: a tensor changed in place after it was saved raises at backward, as it would without hooks.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ class Handle(Protocol):
     """Represents one saved tensor until backward."""
 
     def tensor(self) -> Tensor:
-        """The saved tensor, without history; may be called again (retain_graph). Raises when its values changed."""
+        """Returns the saved tensor, without autograd history; may be called again (retain_graph). Raises if its values
+        have changed."""
 
 
 class ParameterSource(Protocol):
-    """Knows the model's parameters, and where they are now."""
+    """Knows the model's parameters, and where they currently are."""
 
     addresses: Collection[int] | None
-    """Addresses of storages: what is in none of them is no parameter. None: only `find` knows."""
+    """Addresses of the parameters' storages: a tensor with any other storage is no parameter. None: only `find` can
+    tell."""
 
     def find(self, tensor: Tensor) -> ParameterRef | None: ...
 
@@ -52,46 +54,47 @@ class ParameterSource(Protocol):
         """The forward of `segment` runs next."""
 
     def enter_backward(self, segment: str) -> None:
-        """Backward has come to `segment`."""
+        """Backward has reached `segment`."""
 
     def prefetch(self, segment: str) -> None:
-        """`segment` is needed soon."""
+        """`segment` will be needed soon."""
 
 
 class SpilledHandle(Handle, Protocol):
     """A tensor that an ActivationStore has taken over."""
 
     def prefetch(self) -> None:
-        """It is needed soon: submit its reload."""
+        """The tensor will be needed soon: submits its reload."""
 
     def unload(self) -> Callable[[], None]:
-        """The compute lane is done with it for now. Returns what submits its reload, if it is still held by then."""
+        """The compute lane is done with the tensor for now. Returns a function that submits its reload, if it is still
+        held then."""
 
 
 class ActivationBatch(Protocol):
-    """What one forward through one segment gives to an ActivationStore."""
+    """Takes from one forward through one segment the tensors that an ActivationStore is to hold."""
 
     minimum_bytes: int
-    """It takes no smaller storage."""
+    """Smaller storages are not taken."""
 
     def put(self, tensor: Tensor, storage: UntypedStorage | None = None) -> SpilledHandle | KeptTensor | None:
-        """Take the tensor's storage over, queued (no copy, no I/O yet); None when it is better kept. `storage`: its
-        own, where the caller has it at hand."""
+        """Takes the tensor's storage over and queues it (no copy and no I/O yet); returns None if the tensor is better
+        kept. `storage`: the tensor's own, if the caller already has it."""
 
     def flush(self) -> None:
-        """The segment's forward is over: submit the copies of what was put."""
+        """The segment's forward is over: submits the copies of what was put."""
 
     def prefetch(self) -> None:
-        """Backward comes to this segment soon: submit the reloads."""
+        """Backward will reach this segment soon: submits the reloads."""
 
 
 class ActivationStore(Protocol):
     def open(self, segment: str, answer: Policy) -> ActivationBatch:
-        """A batch for one forward through `segment`; `answer` is HOST or NVME."""
+        """Opens a batch for one forward through `segment`; `answer` is HOST or NVME."""
 
 
 def changed_in_place(segment: str, size: Sequence[int], saved: int, now: int) -> RuntimeError:
-    """The error that autograd raises without hooks."""
+    """Returns the error that autograd raises without hooks."""
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
         f"shape {list(size)}, which {segment} saved for backward, is at version {now}; expected version "
@@ -100,12 +103,12 @@ def changed_in_place(segment: str, size: Sequence[int], saved: int, now: int) ->
 
 
 class KeptTensor:
-    """The tensor itself. Detached: a handle that held an output of its own graph would never be released."""
+    """Holds the tensor itself, detached: a handle that held an output of its own graph would never be released."""
 
     __slots__ = ("__weakref__", "_charge", "_release", "_segment", "_tensor", "_version")
 
     def __init__(self, tensor: Tensor, segment: str, charge: int | None, release: Callable[[int], object]) -> None:
-        """`charge`: the ledger's key of its storage, which `release` takes back; None without a storage."""
+        """`charge`: the ledger's key for the tensor's storage, which `release` takes back; None without a storage."""
         self._charge = charge
         self._release = release
         self._segment = segment
@@ -124,13 +127,13 @@ class KeptTensor:
 
 
 def kept(tensor: Tensor, segment: str, ledger: DeviceLedger) -> KeptTensor:
-    """`tensor`, charged where it has a storage."""
+    """Keeps `tensor`, and charges the ledger if it has a storage."""
     charge = ledger.charge_saved(tensor.untyped_storage()) if has_storage(tensor) else None
     return KeptTensor(tensor, segment, charge, ledger.release_saved)
 
 
 class SavedParameter:
-    """A reference to a parameter that its source resolves."""
+    """A reference to a parameter, which its source resolves."""
 
     __slots__ = ("__weakref__", "_ref", "_source")
 
@@ -143,11 +146,11 @@ class SavedParameter:
 
 
 class ForwardVisit:
-    """One forward through one segment, and which visit backward comes to after it.
+    """One forward through one segment, and which visit backward reaches after it.
 
-    That is the one before it in the forward pass, unless whoever runs the step in another order says so. The first
-    unpack of a visit is the signal to bring back what the next one needs; so no module hooks are needed, and several
-    graphs alive at once do not disturb one another.
+    That is the visit before it in the forward pass, unless the code that runs a step in another order sets another one.
+    The first unpack of a visit is the signal to bring back what the next visit needs, so no module hooks are needed,
+    and several graphs that are alive at once do not disturb one another.
     """
 
     __slots__ = ("__weakref__", "_parameters", "batch", "following", "needs_parameters", "saved", "segment", "unpacked")
@@ -164,7 +167,7 @@ class ForwardVisit:
         self.batch = batch
         self.saved = False
         self.needs_parameters = False
-        """False for an embedding, whose backward needs only its indices."""
+        """False for a segment such as an embedding, whose backward needs only its indices."""
         self.unpacked = False
         self._parameters = parameters
 
@@ -195,7 +198,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 class Keeper:
-    """Makes the handles that need no store."""
+    """Makes the handles that need no ActivationStore."""
 
     __slots__ = ("ledger", "parameters", "segment")
 
@@ -205,7 +208,7 @@ class Keeper:
         self.ledger = ledger
 
     def parameter(self, tensor: Tensor) -> Handle | None:
-        """A reference, when `tensor` is a parameter or a view of one."""
+        """Returns a reference if `tensor` is a parameter or a view of one, else None."""
         ref = self.parameters.find(tensor) if has_storage(tensor) else None
         return None if ref is None else SavedParameter(self.parameters, ref)
 
@@ -214,11 +217,13 @@ class Keeper:
 
 
 PLAIN = frozenset({Tensor, nn.Parameter})
-"""Subclasses (distributed, quantised, nested tensors) may have no storage: they are kept unchanged."""
+"""Types of tensors that may have a storage. Tensors of subclasses (distributed, quantised, nested) may have none and
+are kept unchanged."""
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """False, too, for nested tensors and for the zeros that forward-mode differentiation never makes."""
+    """Whether `tensor` has a storage. Nested tensors have none, nor do the zeros that forward-mode differentiation
+    leaves unallocated."""
     is_strided = type(tensor) in PLAIN and tensor.layout is torch.strided
     return is_strided and not (tensor.is_nested or tensor._is_zerotensor())
 
@@ -226,8 +231,9 @@ def has_storage(tensor: Tensor) -> bool:
 class RecomputedSegment:
     """A segment whose saved tensors are recomputed: its inputs, and how to run it again.
 
-    The second run has the grad mode, the autocast state and, because a segment's wrapper forks it, the random state of
-    the first; the random state around it is put back, so recomputing leaves no trace in the run.
+    The second run has the grad mode and the autocast state of the first run and, because a segment's wrapper forks it,
+    its random state. The random state around the second run is restored, so that recomputing leaves no trace in the
+    run.
     """
 
     __slots__ = ("_autocast", "_block", "_device", "_inputs", "_keeper", "_saved", "_values")
@@ -243,9 +249,9 @@ class RecomputedSegment:
         self._values: list[Handle] | None = None
 
     def reserve(self, tensor: Tensor) -> Handle:
-        """A handle for the next tensor that the first run saves."""
+        """Returns a handle for the next tensor that the first run saves."""
         self._saved.append((tensor.shape, tensor.dtype))
-        # A parameter is referred to as of now: the second run could not tell that it changed in between.
+        # The reference holds the parameter's version now: the second run could not tell that it changed in between.
         return self._keeper.parameter(tensor) or RecomputedTensor(self, len(self._saved) - 1)
 
     def tensor(self, index: int) -> Tensor:
@@ -285,12 +291,12 @@ class RecomputedSegment:
 
 
 class _Input:
-    """A tensor argument of a recomputed segment; a leaf of the second run, whose graph ends there."""
+    """A tensor argument of a recomputed segment. In the second run it is a leaf, at which that run's graph ends."""
 
     __slots__ = ("_handle", "_requires_grad")
 
     def __init__(self, tensor: Tensor, keeper: Keeper, batch: ActivationBatch | None) -> None:
-        """It waits in `batch` if there is one; what comes without gradient belongs to the caller, and stays."""
+        """Puts the tensor into `batch` if there is one. A tensor without gradient belongs to the caller, and stays."""
         moves = batch is not None and tensor.requires_grad and has_storage(tensor)
         self._handle: Handle = (batch.put(tensor) if batch is not None and moves else None) or keeper.keep(tensor)
         self._requires_grad = tensor.requires_grad
@@ -321,7 +327,7 @@ def _never_unpacked(_: None) -> Tensor:
 
 
 def _nothing_moves(tensor: Tensor, storage: UntypedStorage) -> None:
-    """In place of a batch's `put` where there is none."""
+    """Stands in for a batch's `put` if there is no batch."""
 
 
 class Packer:
@@ -353,7 +359,7 @@ class Packer:
         self._charge, self._release = keeper.ledger.charge_saved, keeper.ledger.release_saved
         self._addresses, self._find = keeper.parameters.addresses, keeper.parameters.find
         self._frame = frame
-        # What comes in without gradient (position tables, masks, labels) belongs to the caller and stays where it is.
+        # Inputs without gradient (position tables, masks, labels) belong to the caller and stay where they are.
         self._constants = frozenset(
             value.untyped_storage()._cdata
             for value in inputs
@@ -361,7 +367,7 @@ class Packer:
         )
 
     def pack(self, tensor: Tensor) -> Packed:
-        # Some 40 times a block, on the thread that launches compute: what is asked of torch is asked once.
+        # Called about 40 times per block, on the thread that launches compute: so torch is asked for each fact once.
         visit = self._visit
         if not visit.needs_parameters:
             visit.saved = True
@@ -370,7 +376,7 @@ class Packer:
             return visit, self._frame.reserve(tensor)
         if not has_storage(tensor):
             return visit, self._keeper.keep(tensor)
-        storage = tensor.untyped_storage()  # held: torch gives the same object out again while there is one
+        storage = tensor.untyped_storage()  # held: torch returns the same object again as long as one exists
         addresses = self._addresses
         if addresses is None or storage.data_ptr() in addresses:
             ref = self._find(tensor)
@@ -384,7 +390,7 @@ class Packer:
 
 
 class Recording(Protocol):
-    """Around one forward: its pack hook in place of the Packer's, for it rebuilds some of what is saved."""
+    """Surrounds one forward. Its pack hook replaces the Packer's, because it rebuilds some of the saved tensors."""
 
     def __enter__(self) -> Self: ...
 
@@ -397,7 +403,7 @@ Record = Callable[[Packer, ForwardVisit], Recording]
 
 
 class SavedTensors:
-    """The SegmentHook: answers by segment, parameters by reference, activations to the store."""
+    """The SegmentHook: applies each segment's answer, refers to parameters, and gives activations to the store."""
 
     def __init__(
         self,
@@ -409,8 +415,8 @@ class SavedTensors:
         lean: Collection[str] = (),
         record: Record | None = None,
     ) -> None:
-        """`inputs`: where those of a recomputed segment wait for its second run (keep, host or nvme). `lean`: segments
-        whose forwards `record` sees."""
+        """`inputs`: where the inputs of a recomputed segment wait for its second run (keep, host or nvme). `lean`:
+        segments whose forwards `record` surrounds."""
         self._answers = answers
         self._inputs = inputs
         self._parameters = parameters
@@ -419,10 +425,10 @@ class SavedTensors:
         self._lean, self._record = frozenset(lean), record
         self._last: weakref.ref[ForwardVisit] | None = None
         self.last_visit: weakref.ref[ForwardVisit] | None = None
-        """Of the last `run`; None if it saved nothing, so that backward never reaches it."""
+        """Visit of the last `run`; None if it saved nothing, so that backward never reaches it."""
 
     def run(self, segment: str, block: Block, *inputs: object) -> Tensor:
-        """One forward of `block`, and what it saves under the segment's answer."""
+        """Runs one forward of `block`, and packs what it saves by the segment's answer."""
         answer = self._answers[segment]
         recomputes = answer is Policy.RECOMPUTE
         moves_to = self._inputs if recomputes else answer
@@ -441,10 +447,10 @@ class SavedTensors:
         if batch is not None:
             batch.flush()
         self.last_visit = weakref.ref(visit) if visit.saved else None
-        if self.last_visit is not None:  # else backward never comes here: the chain leads past it
+        if self.last_visit is not None:  # else backward never reaches this visit, and the chain skips it
             self._last = self.last_visit
         return output
 
     def start_backward(self) -> None:
-        """The forward pass is complete: the next one begins a chain of its own."""
+        """The forward pass is complete: the next one begins a chain of visits of its own."""
         self._last = None

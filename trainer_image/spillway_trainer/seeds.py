@@ -17,7 +17,7 @@ def splitmix64(state: int) -> int:
 
 
 def fork_seed(seed: int, step: int, micro_batch: int, segment: int) -> int:
-    """A 63-bit seed for one forward of one segment."""
+    """Returns a 63-bit seed for one forward of one segment."""
     state = 0
     for value in (seed, step, micro_batch, segment):
         state = splitmix64(state ^ (value & _MASK))

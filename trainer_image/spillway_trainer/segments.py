@@ -1,7 +1,8 @@
 """The wrapper around each segment's forward, and the random state it forks.
 
-Every run passes here, technique on or off, because the random state is forked per (seed, step, micro-batch, segment):
-dropout then draws the same bits whether a block runs once, runs again for recompute, or runs in another order.
+Every run uses it, with or without a technique, because the random state is forked per (seed, step, micro-batch,
+segment): dropout then draws the same bits whether a block runs once, runs again for recompute, or runs in another
+order.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class SegmentHook(Protocol):
 
 
 class Residence(Protocol):
-    """Where parameters are; a ParameterSource is one."""
+    """Where parameters are. The classes that are a ParameterSource are also a Residence."""
 
     def pinned(self, segment: str) -> AbstractContextManager[None]:
         """Inside, the parameters of `segment` are on the device."""
@@ -40,11 +41,11 @@ class Residence(Protocol):
 
 Around = Callable[[], AbstractContextManager[None]]
 Ready = Callable[[str], None]
-"""Called with a segment's name before its forward reads a parameter, each time it runs."""
+"""Called with a segment's name each time its forward runs, before the forward reads a parameter."""
 
 
 def device_of(inputs: Sequence[object]) -> torch.device:
-    """Where a forward with these inputs runs."""
+    """Returns where a forward with these inputs runs."""
     return next((value.device for value in inputs if isinstance(value, Tensor)), CPU)
 
 
@@ -53,7 +54,7 @@ CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class Position:
-    """Where the run is; part of every random seed."""
+    """How far the run has come; part of every random seed."""
 
     seed: int
     step: int = 0
@@ -69,11 +70,11 @@ def wrap_segments(
     residence: Residence | None = None,
     ready: Ready | None = None,
 ) -> None:
-    """Route every segment's forward through the random fork and, when there is one, the technique's hook.
+    """Route every segment's forward through the random fork and, if there is one, the technique's hook.
 
-    `hook` None is `memory.mode: Disabled`: the fork alone, no saved-tensor hooks at all. `autocast` is entered for each
-    segment, never around the step: its cache of casts lasts until the outermost one ends, and knows no eviction.
-    `ready` returns when the segment's parameters may be read: an update of the last step may still be on its way.
+    `hook` None is `memory.mode: Disabled`: only the fork, and no saved-tensor hooks. `autocast` is entered for each
+    segment, never around the step, because its cache of casts evicts nothing until the outermost autocast ends. `ready`
+    returns when the segment's parameters may be read: an update of the last step may not have arrived yet.
     """
     for index, (name, module) in enumerate(segments):
         forward = _inside(module.forward, name, autocast, residence, ready)
@@ -83,10 +84,11 @@ def wrap_segments(
 
 @contextmanager
 def writing_nothing(segment: str, module: nn.Module, inputs: Sequence[object]) -> Iterator[None]:
-    """Raises UserError when the forward that runs inside changed a buffer of `module`, or an input, in place.
+    """Raises UserError if the forward that runs inside changes a buffer of `module`, or an input, in place.
 
-    Recompute runs a forward twice and from the inputs it got, evaluation runs it between steps, and checkpoints hold no
-    buffers: no written state would be the same in every run. A batch norm's running statistics would: they are known.
+    Recompute runs a forward twice, the second time from the inputs of the first; evaluation runs it between steps; and
+    checkpoints hold no buffers. So state that a forward writes would depend on the plan and on restarts. Only the
+    running statistics of batch norms may be written, because running_statistics.py takes care of them.
     """
     known = running_statistics.buffers(module)
     buffers = {name: (buffer, buffer._version) for name, buffer in module.named_buffers() if name not in known}
@@ -109,7 +111,7 @@ def writing_nothing(segment: str, module: nn.Module, inputs: Sequence[object]) -
 
 
 def _watched(name: str, module: nn.Module, forward: Block) -> Block:
-    """`forward`, held to `writing_nothing` in its first call that trains."""
+    """Returns `forward` with its first call that trains checked by `writing_nothing`."""
     is_new = True
 
     def run(*inputs: object) -> Tensor:
@@ -126,7 +128,8 @@ def _watched(name: str, module: nn.Module, forward: Block) -> Block:
 def _inside(
     forward: Block, name: str, autocast: torch.dtype | None, residence: Residence | None, ready: Ready | None
 ) -> Block:
-    """`forward` with its parameters up to date and on the device and under its own autocast, each time it runs."""
+    """Returns `forward` with its parameters up to date and on the device, and under its own autocast, each time it
+    runs."""
     if autocast is None and residence is None and ready is None:
         return forward
 
@@ -144,10 +147,10 @@ def _inside(
 def _wrapped(
     name: str, index: int, forward: Block, position: Position, hook: SegmentHook | None, again: Around
 ) -> Block:
-    """`again`: around every run of a forward after its first."""
+    """Returns `forward` with its random fork and under `hook`. `again` is entered around every run after the first."""
 
     def run(*inputs: object) -> Tensor:
-        # The position is read now, not when a recompute calls the block again: by then it may have moved on.
+        # The position is read now, not when a recompute calls the block again: by then it may have changed.
         seed = fork_seed(position.seed, position.step, position.micro_batch, index)
         is_first = True
 

@@ -1,4 +1,4 @@
-"""The step loop. It knows no technique; what a plan changes is behind the values of `Run`."""
+"""The step loop. It knows no technique; what a plan changes is hidden behind the values of `Run`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Techniques(Protocol):
         """Highest bytes held since the last call, per tier."""
 
     def allocator_retries(self) -> int:
-        """Of the device's allocator, since the last call."""
+        """Retries of the device's allocator since the last call."""
 
     def moved_bytes(self) -> dict[str, int]:
         """Bytes moved since the process started, per link."""
@@ -64,11 +64,12 @@ class Checkpoints(Protocol):
     """Commits the run's state; run_job.RunCheckpoints implements it."""
 
     def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
-        """Write and commit a checkpoint of `progress`. `behind`: training may go on while it is written, if the plan
-        has memory for a copy; then None, and `written` has the result."""
+        """Write and commit a checkpoint of `progress`. `behind`: training may continue while it is written, if the plan
+        has memory for a copy; the result is then None, and `written` returns it later."""
 
     def written(self, *, wait: bool) -> Written | None:
-        """The checkpoint that was written behind, once; None: there is none, or (unless `wait`) it is not done."""
+        """Returns the checkpoint that was written while training continued, once. None if there is none, or (unless
+        `wait`) if it is not complete yet."""
 
 
 class Written(NamedTuple):
@@ -77,27 +78,28 @@ class Written(NamedTuple):
     step: int
     nbytes: int = 0
     seconds: float = 0.0
-    """From the first byte taken to the end of the pruning."""
+    """From the start of the commit to the end of pruning."""
     stalled_seconds: float = 0.0
-    """How long training stopped for it: all of `seconds`, or for the copy and what came to wait for it."""
+    """How long training stopped for it: for all of `seconds`, or only for the copy and for waiting until it was
+    written."""
     missed: CheckpointNotWritten | None = None
 
 
 @dataclass(slots=True)
 class RunProgress:
-    """Progress of the run: all that resume needs in addition to the tensors."""
+    """Progress of the run: everything that resume needs in addition to the tensors."""
 
     step: int = 0
     """Optimizer steps completed."""
     samples: int = 0
     """Sequences consumed."""
     best: BestEvaluation = NO_EVALUATION
-    """Kept only where early stopping or checkpoints ask for it."""
+    """Kept only if early stopping or checkpoints need it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """The loop's share of the manifest."""
+    """The settings that the loop takes from the manifest and the plan."""
 
     num_steps: int
     micro_batch_size: int
@@ -106,18 +108,18 @@ class LoopSettings:
     gradient_clipping: float | None
     """Largest gradient norm; None: no clipping."""
     skip_non_finite: bool
-    """Skip such a step (nonFinite: SkipStep), or end the run."""
+    """Whether a step that is not finite is skipped (nonFinite: SkipStep) instead of ending the run."""
     checkpoint_every: int
     evaluate_every: int
-    """0 = never"""
+    """0: never."""
     further_evaluations: Collection[int] = ()
-    """Additional steps after which to evaluate: where members of a sweep are compared."""
+    """Additional steps after which to evaluate, because members of a sweep are compared there."""
     patience: int | None = None
     """Training.patience"""
     min_delta: float = 0.0
-    """By how much an improvement is lower, at least."""
+    """By how much a loss must be lower, at least, to be an improvement."""
     keeps_best: bool = False
-    """A checkpoint follows each evaluation that is the lowest so far."""
+    """Whether a checkpoint follows each evaluation whose loss is the lowest so far."""
 
     def evaluates_after(self, step: int) -> bool:
         regular = self.evaluate_every and (step == self.num_steps or step % self.evaluate_every == 0)
@@ -128,40 +130,49 @@ TimedPhase = Callable[[Phase], AbstractContextManager[None]]
 
 
 class MicroBatchOrder(Protocol):
-    """How the micro-batches of a step are run. No result depends on it."""
+    """The order in which the micro-batches of a step run. No result depends on it."""
 
     def __call__(self, run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
-        """Forward and backward of each, by number; hooks pass gradients to the optimizer. Yields where another model on
-        the same frozen base may run, and returns the losses."""
+        """Runs forward and backward of each micro-batch, by number; hooks pass gradients to the optimizer. Yields where
+        another model on the same frozen base may run, and returns the losses."""
 
 
 Passes = Generator[None, None, list[float]]
 
 
-def in_order(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
-    """One micro-batch after the other through the whole model."""
+def in_order(
+    run: Run,
+    phase: TimedPhase,
+    micro_batches: Mapping[int, Batch],
+    num_tokens: int,
+    exchange: Callable[[], None] | None = None,
+) -> Passes:
+    """Runs one micro-batch after another through the whole model; `exchange` ends each of them."""
     yield from ()
     losses = list[Tensor]()
     for run.position.micro_batch, batch in micro_batches.items():
         with phase(Phase.FORWARD):
-            loss: Tensor = run.model(batch.tokens_BT, batch.labels_BT, num_tokens)
+            loss: Tensor = run.model(*batch.given(num_tokens))
         with phase(Phase.BACKWARD):
             run.techniques.start_backward()
             run.loss_scale.scaled(loss).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         del loss
+        if exchange is not None:
+            with phase(Phase.EXCHANGE):
+                exchange()
     with phase(Phase.BACKWARD):
         return read(losses)
 
 
 def read(losses: Sequence[Tensor]) -> list[float]:
-    """The values of scalars; on a CUDA device the host waits for all of them at once."""
+    """Returns the values of scalars; on a CUDA device, the host waits for all of them at once."""
     return torch.stack(list(losses)).tolist() if losses else []
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything that the loop drives, wired by assemble.py."""
+    """Everything that the loop drives (run_job.run_of)."""
 
     model: nn.Module
     optimizer: StepOptimizer
@@ -178,20 +189,21 @@ class Run:
     """Where forward runs."""
     loss_scale: LossScaler = field(default_factory=LossScaler)
     runs_together: bool = False
-    """A forward gathers parameters from all ranks: all run equally many."""
+    """Whether a forward gathers parameters from all ranks, so that all must run the same number of forwards."""
 
 
 class StopRequest:
-    """SIGTERM asks for a checkpoint at the next step boundary; before training there is nothing to save: it ends the
-    attempt at once, be it in the middle of building a corpus.
+    """SIGTERM asks for a checkpoint at the next step boundary. Before training there is nothing to save, so it ends the
+    attempt at once, even while a corpus is being built.
 
-    With several ranks the request of one is that of all: it rides with the losses, and is asked for again after what
-    may take longer than a step, so that all stop after the same one."""
+    With several ranks, a request to one is a request to all: it is sent with the losses, and ranks ask for it again
+    after work that may take longer than a step, so that all stop after the same step.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self.at_once = True
-        """A request raises Preempted wherever the main thread is."""
+        """Whether a request raises Preempted at once, wherever the main thread is."""
 
     def listen(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -207,8 +219,8 @@ class StopRequest:
 
 
 class Stopwatch:
-    """Seconds per phase of one step. Time that compute waited for copies and I/O counts as `wait`, wherever it fell, so
-    that the phases add up to the step."""
+    """Seconds per phase of one step. Time that compute waited for copies and I/O counts as `wait`, in whatever phase it
+    fell, so that the phases add up to the step."""
 
     def __init__(self, waited_seconds: Callable[[], float]) -> None:
         self._waited_seconds = waited_seconds
@@ -225,7 +237,7 @@ class Stopwatch:
 
 @contextmanager
 def settled_objects() -> Iterator[None]:
-    """Inside, the garbage collector passes over all that is there now: one collection costs 5 ms in place of 95."""
+    """Inside, the garbage collector ignores all objects that exist now: one collection takes 5 ms instead of 95."""
     gc.collect()
     gc.freeze()
     try:
@@ -237,17 +249,18 @@ def settled_objects() -> Iterator[None]:
 def train(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest) -> None:
     """Train from `progress` to the last step; `progress` is kept current.
 
-    Raises Preempted after a committed checkpoint when `stop` was requested, NonFinite when the policy says so.
+    Raises Preempted after committing a checkpoint if `stop` was requested, and NonFinite if the policy says so.
     """
     stop.wait_for_step()
     try:
         advance(run, settings, progress, stop, settings.num_steps)
-    finally:  # what ends a run early does not cost the checkpoint that is being written
+    finally:  # a run that ends early must not lose the checkpoint that is being written
         record(run, run.checkpoints.written(wait=True))
 
 
 def advance(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest, until: int) -> None:
-    """Like `train`, to the end of step `until`: the run can continue from there, in another turn of its model."""
+    """Like `train`, but only to the end of step `until`: the run can continue from there, in another turn of its
+    model."""
     while progress.step < until and not progress.best.stops(settings.patience):
         metrics, stopping = train_step(run, settings, progress, stop)
         if after_step(run, settings, progress, stop, metrics, stopping=stopping):
@@ -258,8 +271,8 @@ def advance(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopR
 def after_step(
     run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest, metrics: StepMetrics, *, stopping: bool
 ) -> bool:
-    """What follows a step: its record, an evaluation, a checkpoint. Returns whether the run is asked to stop before its
-    last step; its checkpoint is committed then."""
+    """Does what follows a step: records it, evaluates, commits a checkpoint. Returns whether the run is asked to stop
+    before its last step; its checkpoint is then committed."""
     run.recorder.step(metrics)
     if settings.evaluates_after(progress.step):
         evaluate(run, settings, progress)
@@ -275,13 +288,14 @@ def after_step(
 
 
 def any_asked_to_stop(run: Run, stop: StopRequest) -> bool:
-    """The same on all ranks."""
+    """Whether any rank was asked to stop; the same on all ranks."""
     return any(asked for (asked,) in run.ranks.gather([float(stop.requested)]))
 
 
 def commit(run: Run, progress: RunProgress, *, behind: bool) -> bool:
-    """Whether it is committed or on its way. Raises CheckpointNotWritten unless training may go on without it."""
-    run.optimizer.flush()  # on every rank: one of them alone writes
+    """Returns whether the checkpoint is committed or being written. Raises CheckpointNotWritten unless training may
+    continue without it."""
+    run.optimizer.flush()  # on every rank, although only one of them writes
     written = run.checkpoints.commit(progress, behind=behind)
     if written is not None and written.missed is not None and not behind:
         raise written.missed
@@ -289,7 +303,8 @@ def commit(run: Run, progress: RunProgress, *, behind: bool) -> bool:
 
 
 def record(run: Run, written: Written | None) -> bool:
-    """False where the disk refused it. That costs this checkpoint, not the run: those before it stand."""
+    """Returns False if the disk refused the checkpoint. Only this checkpoint is lost, not the run: earlier ones
+    remain."""
     if written is None:
         return True
     if written.missed is not None:
@@ -300,7 +315,8 @@ def record(run: Run, written: Written | None) -> bool:
 
 
 def train_step(run: Run, settings: LoopSettings, progress: RunProgress, stop: StopRequest) -> tuple[StepMetrics, bool]:
-    """One optimizer step; advances `progress`. Also returns whether any rank was asked to stop, the same on all."""
+    """Takes one optimizer step and advances `progress`. Also returns whether any rank was asked to stop, which is the
+    same on all."""
     step = StepOnItsWay(run, settings, progress)
     with step.counted():
         step.begin()
@@ -311,9 +327,10 @@ def train_step(run: Run, settings: LoopSettings, progress: RunProgress, stop: St
 
 
 class StepOnItsWay:
-    """One optimizer step of one run: `begin`, `go_on` until it returns False, `end`; then it has `metrics`.
+    """One optimizer step of one run: call `begin`, then `go_on` until it returns False, then `end`; then it has
+    `metrics`.
 
-    Other runs may take steps in between: seconds and bytes are counted inside `counted`.
+    Other runs may take steps in between, so seconds and bytes are counted only inside `counted`.
     """
 
     def __init__(self, run: Run, settings: LoopSettings, progress: RunProgress) -> None:
@@ -343,7 +360,7 @@ class StepOnItsWay:
         self._seconds += time.perf_counter() - started
 
     def begin(self) -> None:
-        """Its micro-batches."""
+        """Reads the step's micro-batches, which `go_on` then runs."""
         run = self._run
         run.position.step = self._progress.step
         run.optimizer.begin(self._learning_rate, 1.0 / self._scale)
@@ -353,7 +370,7 @@ class StepOnItsWay:
         self._passes = run.order(run, self._watch.phase, micro_batches, self._num_tokens)
 
     def go_on(self) -> bool:
-        """Continues to the next place where another run may run; False: all micro-batches are done."""
+        """Continues to the next place where another run may run. Returns False when all micro-batches are done."""
         assert self._passes is not None, "begin() comes first"
         with float16_operations(self._run.loss_scale):
             try:
@@ -364,8 +381,7 @@ class StepOnItsWay:
         return True
 
     def end(self, stop: StopRequest) -> bool:
-        """The sum over ranks and the update; advances the run's progress. Returns whether any rank was asked to
-        stop."""
+        """Sums over ranks, updates, and advances the run's progress. Returns whether any rank was asked to stop."""
         run, watch, progress, scale = self._run, self._watch, self._progress, self._scale
         with watch.phase(Phase.EXCHANGE):
             arrived = run.optimizer.arrived()
@@ -375,7 +391,7 @@ class StepOnItsWay:
             if len(set(fingerprints)) > 1:
                 take_others_gradients(run, arrived)
             run.sum_gradients()
-        if any(late):  # of some rank; those uses will wait for the end of backward
+        if any(late):  # on any rank; in the repeated step, those uses will wait for the end of backward
             run.optimizer.skip()
             self.begin()
             while self.go_on():
@@ -397,7 +413,7 @@ class StepOnItsWay:
         return any(stops)
 
     def metrics(self) -> StepMetrics:
-        """Of the step that has ended."""
+        """Returns the metrics of the step that has ended."""
         techniques = self._run.techniques
         return StepMetrics(
             step=self._progress.step,
@@ -424,10 +440,10 @@ class StepOnItsWay:
 
 
 def refuse_non_finite(scale: LossScaler, settings: LoopSettings, step: int, loss: float, norm: float) -> None:
-    """Raises NonFinite unless `step`, whose loss or gradients are not finite, is to be left out.
+    """Raises NonFinite unless `step`, whose loss or gradients are not finite, is to be skipped.
 
-    A finite loss with such gradients is what a scale that is too large makes: the step is left out and the scale backs
-    off, whatever nonFinite says. At its minimum the gradients themselves are too large, and that ends the run.
+    A loss scale that is too large makes such gradients with a finite loss: the step is skipped and the scale backs off,
+    whatever nonFinite says. At the smallest scale the gradients themselves are too large, and that ends the run.
     """
     found = f"step {step}: loss {loss}, gradient norm {norm}"
     if scale.is_least:
@@ -444,7 +460,7 @@ def refuse_non_finite(scale: LossScaler, settings: LoopSettings, step: int, loss
 
 
 def what_may_help(scale: LossScaler, loss: float) -> str:
-    """What a run knows at the least scale: whether loss or gradients are at fault, and no more."""
+    """Returns what a run knows at the smallest scale: whether loss or gradients are at fault, and no more."""
     if not math.isfinite(loss):
         return (
             "the loss itself is not finite, which no loss scale can change. Values of the model may exceed float16's "
@@ -458,13 +474,13 @@ def what_may_help(scale: LossScaler, loss: float) -> str:
 
 
 def fingerprint(names: Collection[str]) -> float:
-    """Short enough to ride with the losses."""
+    """Returns a checksum that is short enough to be sent with the losses."""
     return float(zlib.crc32("\n".join(sorted(names)).encode()))
 
 
 def take_others_gradients(run: Run, arrived: Collection[str]) -> None:
-    """A gradient of 0 for each use of a parameter that only other ranks have one for, as in a model that branches: what
-    ranks hand out is added in order, so all have to hand out the same."""
+    """Adds a gradient of 0 for each use of a parameter for which only other ranks have one, as in a model that
+    branches: gradients are handed out and added in order, so all ranks must hand out the same ones."""
     trained = [(name, parameter) for name, parameter in run.model.named_parameters() if parameter.requires_grad]
     by_rank = run.ranks.gather([float(name in arrived) for name, _ in trained])
     for (name, parameter), elsewhere in zip(trained, map(any, zip(*by_rank, strict=True)), strict=True):
@@ -473,7 +489,8 @@ def take_others_gradients(run: Run, arrived: Collection[str]) -> None:
 
 
 def evaluate(run: Run, settings: LoopSettings, progress: RunProgress) -> None:
-    """Mean loss per label over the sequences of an evaluation; of the run's state it changes `progress.best` alone."""
+    """Records the mean loss per label over the sequences of an evaluation. Of the run's state, it changes only
+    `progress.best`."""
     started, world = time.perf_counter(), run.ranks.world
     losses, tokens = list[float](), 0
     run.optimizer.flush()
@@ -482,16 +499,16 @@ def evaluate(run: Run, settings: LoopSettings, progress: RunProgress) -> None:
         for number, batch in enumerate(run.batches.evaluation_batches(settings.micro_batch_size)):
             tokens += batch.num_unmasked
             if number % world.size == 0:
-                losses.append(0.0)  # every rank has a place in every round, also in the last one, which may be short
+                losses.append(0.0)  # every rank gives a value in every round, also in the last one, which may be short
             if number % world.size == world.rank:
                 here = batch.on(run.device)
-                losses[-1] = run.model(here.tokens_BT, here.labels_BT, 1).item()
+                losses[-1] = run.model(*here.given(1)).item()
         if run.runs_together and tokens and world.rank > number % world.size:
             here = batch.on(run.device)
-            run.model(here.tokens_BT, here.labels_BT, 1)  # for the others, which have one more than this rank
+            run.model(*here.given(1))  # for the other ranks, which have one batch more than this rank
     run.model.train()
     if tokens:
-        total = math.fsum(dealt(run.ranks.gather(losses)))  # the same, whoever evaluated what
+        total = math.fsum(dealt(run.ranks.gather(losses)))  # the same, whichever rank evaluated a batch
         if settings.keeps_best or settings.patience is not None:
             progress.best = progress.best.after(progress.step, total / tokens, settings.min_delta)
         run.recorder.evaluation(progress.step, total / tokens, tokens, time.perf_counter() - started)
@@ -504,8 +521,8 @@ def samples_of_step(settings: LoopSettings, world: World, progress: RunProgress)
 
 
 def next_micro_batches(run: Run, settings: LoopSettings, samples: range) -> dict[int, Batch]:
-    """This rank's micro-batches of the step, by number. Micro-batch n is the same, with the same random numbers,
-    however many ranks there are: samples n x micro_batch_size and so on of the step."""
+    """Returns this rank's micro-batches of the step, by number. Micro-batch n is the same, with the same random
+    numbers, however many ranks there are: it has samples n x micro_batch_size and on of the step."""
     size = settings.micro_batch_size
     return {
         number: run.batches.batch(samples[number * size : (number + 1) * size]).on(run.device)
@@ -519,7 +536,7 @@ def clip_factor_of(norm: float, limit: float | None) -> float:
 
 
 def difference(now: Mapping[str, Counter], before: Mapping[str, Counter]) -> dict[str, Counter]:
-    """Of counters that only rise; one that was not there before began at 0."""
+    """Returns the differences of counters that only rise; a counter that did not exist before began at 0."""
     return {name: count - before[name] if name in before else count for name, count in now.items()}
 
 

@@ -48,3 +48,15 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- printf "%s:%s" $image.repository ($image.tag | default $root.Chart.AppVersion) -}}
 {{- end -}}
 {{- end -}}
+
+{{/* int64: Helm reads numbers as floats, and would print large ones as 1e+09. */}}
+{{- define "spillway.podSecurity" -}}
+runAsNonRoot: true
+{{- range $field, $id := .Values.podSecurity }}
+{{- if ne $id nil }}
+{{ $field }}: {{ int64 $id }}
+{{- end }}
+{{- end }}
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}

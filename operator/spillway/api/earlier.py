@@ -1,7 +1,7 @@
 """Specs written for earlier versions of the schema (docs/api-versions.md lists what changed).
 
-New manifests are rejected with the field's new name. Objects that are stored in a cluster, and job.json of running
-attempts, are read as what they mean today.
+New manifests that use an earlier field are rejected with a message that names the new one. Objects that are stored in a
+cluster, and job.json of running attempts, are converted to today's fields when they are read.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ HUGGING_FACE_INSTEAD = (
     "columns, load the data in a function of your own (data.entrypoint)"
 )
 OVERRIDES = "write the fields of the member directly, as in spec; for example training: {seed: 1}"
-"""What became of members[].overrides, a map such as {"training.seed": "1"}."""
+"""What to write instead of members[].overrides, which was a map such as {"training.seed": "1"}."""
 _NO_LIMIT = ("lifecycle.activeDeadlineSeconds", "lifecycle.pendingDeadlineSeconds", "objective.halving")
-"""Fields whose 0 meant what leaving them out means now."""
+"""Fields in which 0 had the meaning that leaving them out has now."""
 _NEVER_SECONDS = 10**9
-"""What stallSeconds: 0 meant."""
+"""Today's value for stallSeconds: 0, which meant never."""
 
 
 def problem_of_earlier(path: str) -> str | None:
-    """What to do about a field of an earlier schema; `path` is below spec. None: it never was one."""
+    """Returns what to do about a field of an earlier schema; `path` is below spec. None if there never was such a
+    field."""
     if path in MOVED:
         return f"moved to spec.{MOVED[path]}"
     if path == HUGGING_FACE:
@@ -49,7 +50,8 @@ def problem_of_earlier(path: str) -> str | None:
 
 
 def as_today(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A spec of any version, not validated, in today's fields. A value at a new place wins over one at the old."""
+    """Converts an unvalidated spec of any version to today's fields. A value at a new place wins over one at the old
+    place."""
     if not _is_earlier(spec):
         return dict(spec)
     made = deepcopy(dict(spec))
@@ -95,7 +97,7 @@ def _value_of(text: str) -> Any:
 
 
 def join(spec: dict[str, Any], path: list[str], value: Any) -> None:
-    """Maps are joined; anything else that is there stays."""
+    """Sets `value` at `path`. Maps are merged; any other value that is already there stays."""
     name, *rest = path
     if rest:
         if not isinstance(spec.get(name), dict):

@@ -1,4 +1,4 @@
-"""The scalar types of the API: Kubernetes spellings outside, plain Python numbers inside.
+"""The scalar types of the API: spelled as in Kubernetes in YAML, plain numbers in Python.
 
 Number     "3e-4" in YAML (floats do not survive every JSON parser), float in Python
 Quantity   24Gi in YAML, bytes as int in Python
@@ -41,11 +41,12 @@ NUMBER_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,3})?$"
 _NUMBER = re.compile(NUMBER_PATTERN)
 MAX_COUNT = 10**12
 _MAX_LENGTH = 32
-"""Characters of a number or a quantity, as in the CRD."""
+"""Largest number of characters of a number or a quantity, as in the CRD."""
 
 
 class Fields(BaseModel):
-    """A map of the manifest: camelCase outside, snake_case inside, unknown fields refused, values never change."""
+    """A map of the manifest: camelCase in YAML, snake_case in Python. Rejects unknown fields, and cannot be
+    modified."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=to_camel, serialize_by_alias=True, protected_namespaces=()
@@ -53,19 +54,22 @@ class Fields(BaseModel):
 
 
 class Written(Fields):
-    """A map that we write ourselves: Python's names make it, too."""
+    """A map that Spillway itself writes. It can also be constructed with the names that its fields have in Python."""
 
     model_config = ConfigDict(populate_by_name=True)
 
 
 def _to_float(value: object) -> float:
-    """Quoted or bare, never negative, never inf or nan: the API has no field where those have a meaning."""
+    """Accepts a number of at least 0, with or without quotes. Negative numbers, `inf` and `nan` have no meaning in any
+    field of the API."""
     text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
     if not _NUMBER.fullmatch(text) or len(text) > _MAX_LENGTH:
         raise ValueError(
             f'a number >= 0 is needed, as a string of at most {_MAX_LENGTH} characters: for example "0.1" or "3e-4"'
         )
-    return float(text)
+    if (number := float(text)) == math.inf:
+        raise ValueError("at most 1e308")
+    return number
 
 
 def _to_bytes(value: object) -> int:
@@ -78,7 +82,7 @@ def _to_bytes(value: object) -> int:
 
 
 def _to_cores(value: object) -> float:
-    """Whole thousandths of a core, as the API server keeps them."""
+    """The number of cores, in whole thousandths of a core, as the API server stores it."""
     if isinstance(value, bool) or not isinstance(value, str | int | float) or len(str(value)) > _MAX_LENGTH:
         raise ValueError("a number of cores is needed, for example 2 or 500m")
     return parse_cores(str(value))
@@ -102,9 +106,8 @@ Number = Annotated[
 
 
 def _to_decimal(value: object) -> Decimal:
-    """As written, without the rounding of a float."""
-    if _to_float(value) == math.inf:
-        raise ValueError("at most 1e308")
+    """The number as written, without rounding to a float."""
+    _to_float(value)
     return Decimal(str(value))
 
 
@@ -114,7 +117,7 @@ ExactNumber = Annotated[
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": NUMBER_PATTERN}),
 ]
-"""A number that the field of an integer may have, too: bare there."""
+"""A number for a field that may also be an integer; an integer is written without quotes."""
 Epsilon = Annotated[Number, Field(ge=1e-37, le=1e38)]
 """A value that float32 distinguishes from 0 and from infinity."""
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
@@ -135,7 +138,7 @@ Cores = Annotated[
     WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": _MAX_LENGTH, "pattern": QUANTITY_PATTERN}),
 ]
 SomeCores = Annotated[Cores, Field(gt=0.0), WithJsonSchema(_MORE_THAN_NONE)]
-"""More than no cores."""
+"""More than 0 cores."""
 Count = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
 Flag = Annotated[bool, Strict()]
@@ -149,7 +152,7 @@ EXAMPLES: dict[str, str] = {}
 
 
 def matching(pattern: str, example: str) -> str:
-    """`pattern` for a Field; an error about a value that does not match shows `example`."""
+    """Returns `pattern`, for use in a Field. Errors about values that do not match it show `example`."""
     EXAMPLES[pattern] = example
     return pattern
 
@@ -157,7 +160,7 @@ def matching(pattern: str, example: str) -> str:
 MemberName = Annotated[
     str, Field(min_length=1, max_length=63, pattern=matching(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "seed-1"))
 ]
-"""Name of a member of a sweep: also a directory's name and a label's value."""
+"""Name of a member of a sweep. It is also used as the name of a directory and as the value of a label."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 ClaimName = Annotated[
     str,
@@ -167,7 +170,7 @@ ClaimName = Annotated[
         pattern=matching(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", "my-claim"),
     ),
 ]
-"""A DNS subdomain: it becomes part of a request's path and of a mount's."""
+"""A DNS subdomain, because it becomes part of the path of a request and of a mount."""
 STAYS_ON_CLAIM = 'must be a relative path on the claim, without ".."'
 
 
@@ -179,7 +182,8 @@ def _on_the_claim(value: str) -> str:
 
 SubPath = Annotated[Text, AfterValidator(_on_the_claim)]
 MAX_DOMAIN_LENGTH, MAX_DOMAIN_NAME_LENGTH = 244, 63
-"""Limits of an extended resource: a quota prepends `requests.`, and that domain has at most 253 characters."""
+"""Largest lengths of the domain and of the name of an extended resource. A quota prepends `requests.` to the domain,
+and the result may have at most 253 characters."""
 RESOURCE_PATTERN = matching(
     r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
     "nvidia.com/gpu",
@@ -235,11 +239,12 @@ LabelMap = Annotated[
     ],
     Field(max_length=64),
 ]
-"""Values that the API server accepts for labels."""
+"""Labels with values that the API server accepts."""
 
 
 def refuse(problems: list[tuple[str, str]]) -> None:
-    """Raise from a model validator: pairs of (field below this model, dotted; what is allowed). None when empty."""
+    """Raises one error with all `problems`, pairs of (dotted field below this model, what is allowed); does nothing if
+    there are none. For model validators."""
     if problems:
         text = "; ".join(f"{field}: {problem}" if field else problem for field, problem in problems)
         context: dict[str, Any] = {"problems": problems, "text": text}
@@ -247,7 +252,7 @@ def refuse(problems: list[tuple[str, str]]) -> None:
 
 
 def exactly_one(owner: BaseModel, names: tuple[str, ...]) -> list[tuple[str, str]]:
-    """The problem when not exactly one of the fields is given; empty otherwise."""
+    """The problem, for `refuse`, if not exactly one of the fields is given; empty otherwise."""
     given = [name for name in names if getattr(owner, name) is not None]
     if len(given) == 1:
         return []

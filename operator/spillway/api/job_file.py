@@ -19,7 +19,7 @@ JOB_VERSION: Literal[2] = 2
 
 
 class AttemptFile(Frozen):
-    """What both kinds of job.json have."""
+    """The fields that both kinds of job.json have."""
 
     version: Literal[2] = JOB_VERSION
     name: str
@@ -29,39 +29,41 @@ class AttemptFile(Frozen):
     in_cluster: bool = False
     """Whether a TrainingJob of a cluster owns the checkpoint directory."""
     epoch: int = Field(ge=1)
-    """Attempt number; it rises with every attempt and fences the writers of earlier ones."""
+    """Attempt number. It rises with every attempt, and fences off the writers of earlier attempts."""
     spec: JobSpec
     output_directory: str
     """Directory of run.jsonl."""
     corpus_directory: str
-    """Tokenizer and token shards: built here once, reused afterwards."""
+    """Directory of the tokenizer and the token shards, which are built once and reused afterwards."""
     checkpoint_directory: str
     spill_directory: str
     """Directory of the NVMe slab; nothing in it outlives the process."""
     further_spill_directories: tuple[str, ...] = ()
-    """Directories on other volumes: the slab is striped over all."""
+    """Directories on further volumes; the slab is striped over all volumes."""
     spill_is_listed: bool = False
-    """Whether the slab keeps its name, so that the kubelet sees it: on an emptyDir, which ends with the pod."""
+    """Whether the slab's file keeps its name, so that the kubelet counts its bytes. True on an emptyDir, which is
+    deleted with the pod."""
     claims: dict[str, str] = Field(default_factory=dict)
-    """Claim name -> directory, as the trainer sees it."""
+    """Claim name -> directory at which the trainer sees the claim."""
     termination_message_path: str
     compute_threads: int = Field(ge=1)
-    """torch's intra-op threads: fixed, because a matrix product's rounding depends on them."""
+    """Number of torch's intra-op threads. It is fixed, because the rounding of a matrix product depends on it."""
     metrics_port: int | None = None
     """Port of /metrics; None: no exporter."""
     num_nodes: int = Field(default=1, ge=1)
     ranks_per_node: int = Field(default=1, ge=1)
-    """World size = num_nodes x ranks_per_node; `spillway_trainer.launch` starts several ranks. Of a sweep: its devices,
-    each with a process that the sweep's own one starts."""
+    """World size = num_nodes x ranks_per_node; `spillway_trainer.launch` starts several ranks. For a sweep: number of
+    its devices, for each of which the sweep's own process starts one process."""
     master_address: str = "127.0.0.1"
-    """Host name of node 0, where the ranks connect."""
+    """Host name of node 0, to which all ranks connect."""
     master_port: int = Field(default=0, ge=0, le=65535)
-    """0 = a free port, for one node only"""
+    """0: a free port, which works on one node only."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_an_earlier_version(cls, found: Any) -> Any:
-        """Version 1 had the spec's fields at other places, and both had data.huggingFace: null."""
+        """Converts files of earlier versions: version 1 had some fields of the spec at other places, and files of both
+        versions may have data.huggingFace: null."""
         if not isinstance(found, dict) or not isinstance(spec := found.get("spec"), dict):
             return found
         if found.get("version") == 1:
@@ -72,7 +74,7 @@ class AttemptFile(Frozen):
 
     @property
     def spill_directories(self) -> tuple[str, ...]:
-        """One a volume, each with the same share of the slab."""
+        """One directory per volume; each holds the same share of the slab."""
         return (self.spill_directory, *self.further_spill_directories)
 
     @property
@@ -89,6 +91,6 @@ class JobFile(AttemptFile):
 
 
 class ScriptFile(AttemptFile):
-    """Of a job with command; the launcher alone reads it."""
+    """job.json of a job with command. Only the launcher reads it."""
 
     spec: ScriptSpec

@@ -1,4 +1,4 @@
-"""What a TrainingJob has whether it trains a model that the spec describes (training_job.py) or runs a script
+"""The fields of every TrainingJob, whether it trains a model that the spec describes (training_job.py) or runs a script
 (script.py)."""
 
 from __future__ import annotations

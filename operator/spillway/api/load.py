@@ -1,4 +1,4 @@
-"""From a YAML file to a TrainingJob."""
+"""Loads TrainingJobs from YAML files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from spillway.api.script import SCRIPT_IN_CLUSTER, ScriptJob, is_script
 from spillway.api.training_job import TrainingJob
 from spillway.errors import FieldProblem, InvalidJob
 
-# Set by an API server; `kubectl get -o yaml > job.yaml` must load again.
-_SERVER_FIELDS: tuple[tuple[str, ...], ...] = (
+# Fields that an API server sets. They are ignored, so that the output of `kubectl get -o yaml` can be loaded again.
+SET_BY_THE_SERVER: tuple[tuple[str, ...], ...] = (
     ("status",),
     *(
         ("metadata", field)
@@ -25,13 +25,13 @@ _SERVER_FIELDS: tuple[tuple[str, ...], ...] = (
 
 
 def load_job(path: Path) -> TrainingJob:
-    """The job in a YAML file, to plan it or run it here. Raises InvalidJob with every wrong field, UserError when the
-    file cannot be read."""
+    """Reads the job in a YAML file, to plan it or run it on this machine. Raises InvalidJob with every wrong field, and
+    UserError if the file cannot be read."""
     return parse_job(read_text(path), str(path))
 
 
 def load_for_cluster(path: Path) -> TrainingJob | ScriptJob:
-    """As load_job, of either kind of job."""
+    """Like load_job, but also accepts a job that runs a script."""
     return _parsed(read_text(path), str(path))
 
 
@@ -44,12 +44,12 @@ def parse_job(text: str, source: str) -> TrainingJob:
 
 
 def job_type(document: dict[str, Any]) -> type[TrainingJob] | type[ScriptJob]:
-    """What a document is validated as."""
+    """The model against which a document is validated."""
     return ScriptJob if is_script(document.get("spec")) else TrainingJob
 
 
 def _parsed(text: str, source: str) -> TrainingJob | ScriptJob:
-    job = parse(job_type, text, source, ignored=_SERVER_FIELDS)
+    job = parse(job_type, text, source, ignored=SET_BY_THE_SERVER)
     if isinstance(job, TrainingJob) and (problems := refusals(job)):
         raise InvalidJob(source, problems)
     return job

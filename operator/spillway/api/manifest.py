@@ -1,6 +1,6 @@
 """Parses a YAML file into a typed model, or lists every error in it.
 
-Knows YAML and pydantic, and of training only what fields were called before (earlier.py).
+This module knows YAML and pydantic. All it knows of training is what fields were called before (earlier.py).
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ M = TypeVar("M", bound=BaseModel)
 _MAX_FILE_BYTES = 1 << 20
 _KINDS = ("TrainingJob", "NodeProfile", "MemoryProfile")
 _MAX_DIGITS = 40
-"""Digits of an integer; longer ones are text to YAML."""
+"""Largest number of digits of an integer. YAML reads a longer one as text."""
 _TOO_LONG = re.compile(rf"[-+]?[0-9_]{{{_MAX_DIGITS + 1},}}")
 _MAX_VALUES = 20_000
-"""Values of one manifest with aliases expanded: nested ones can stand for billions."""
+"""Largest number of values in one manifest after aliases are expanded. Nested aliases can stand for billions of
+values."""
 _TYPES = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null")}
 _TRUE_AND_FALSE = ("true", "false", "True", "False", "TRUE", "FALSE")
 
@@ -53,7 +54,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_text(path: Path, kind: str = "TrainingJob") -> str:
-    """The manifest's text. Raises UserError when there is none to read."""
+    """Returns the text of a manifest. Raises UserError if the file cannot be read, is too long or is not UTF-8."""
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
@@ -72,8 +73,8 @@ def read_text(path: Path, kind: str = "TrainingJob") -> str:
 def parse(
     model: type[M] | Callable[[dict[str, Any]], type[M]], text: str, source: str, ignored: Sequence[Location] = ()
 ) -> M:
-    """Validate a YAML document against `model`, or the one that it is a case of; `ignored` locations (set by servers)
-    are dropped first.
+    """Validates a YAML document against `model`, or against the model that the function `model` chooses for the
+    document. `ignored` locations (set by servers) are removed first.
 
     Raises InvalidJob with every wrong field.
     """
@@ -88,7 +89,8 @@ def parse(
 
 
 def validate(model: type[M], document: dict[str, Any], source: str, lines: Lines | None = None) -> M:
-    """A document that is plain data already, as from an API server; problems name a line only where `lines` has one.
+    """Validates a document that is plain data already, for example from an API server. Problems name a line only if
+    `lines` has one for their location.
 
     Raises InvalidJob with every wrong field.
     """
@@ -101,8 +103,8 @@ def validate(model: type[M], document: dict[str, Any], source: str, lines: Lines
 
 
 def _refuse_another_kind(model: type[BaseModel], document: Mapping[str, Any], source: str) -> None:
-    """Rejects other kinds of Spillway's own objects, in which every field would be wrong. An unknown kind is a wrong
-    field among others."""
+    """Raises UserError for another kind of Spillway's own objects, because every field of it would be wrong. An unknown
+    kind is reported later, as one wrong field among others."""
     given, field = document.get("kind"), model.model_fields.get("kind")
     wanted = get_args(field.annotation) if field is not None else ()
     if wanted and given in _KINDS and given not in wanted:
@@ -154,8 +156,8 @@ def _place(mark: yaml.Mark | None) -> str:
 
 
 def _inspect(node: yaml.Node, location: Location, lines: Lines) -> Iterator[FieldProblem]:
-    """Record the line of every value; report duplicate keys, anchors used as merges, values with a type that JSON does
-    not have, and YAML 1.1 booleans."""
+    """Records the line of every value. Yields problems for duplicate keys, keys that are not names (such as merge
+    keys), values with a type that JSON does not have, and YAML 1.1 booleans."""
     line = node.start_mark.line + 1
     lines[location] = line
     if len(lines) > _MAX_VALUES:
@@ -191,14 +193,16 @@ def _inspect(node: yaml.Node, location: Location, lines: Lines) -> Iterator[Fiel
 
 
 def _is_boolean_word(node: yaml.Node) -> bool:
-    """yes, no, on, off: booleans for kubectl, words for most people."""
+    """Whether the value is a word such as yes, no, on or off, which kubectl reads as a boolean and most people as a
+    word."""
     return bool(
         isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:bool" and node.value not in _TRUE_AND_FALSE
     )
 
 
 def dotted(location: Location) -> str:
-    """("spec", "members", 0, "name") -> "spec.members[0].name"; what a terminal would obey is escaped."""
+    """("spec", "members", 0, "name") -> "spec.members[0].name". Characters that could control a terminal are
+    escaped."""
     path = ""
     for part in location:
         if isinstance(part, int):
@@ -222,9 +226,9 @@ def _drop(document: dict[str, Any], location: Location) -> None:
 def _translate(model: type[BaseModel], detail: ErrorDetails, lines: Lines, document: object) -> Iterator[FieldProblem]:
     location, context = tuple(detail["loc"]), dict(detail.get("ctx", {}))
     if detail["type"] == "default_factory_not_called":
-        return  # a field derived from one that is wrong itself, and reported
+        return  # the default depends on a field that is itself wrong, and reported
     if detail["type"] == "too_short" and len(detail["input"]) > context["actual_length"]:
-        return  # counted without the entries that are wrong themselves, and reported
+        return  # entries that are wrong were not counted; they are reported themselves
     if detail["type"] == "rules":
         for field, problem in context["problems"]:
             below = (int(part) if part.isdigit() else part for part in field.split(".") if part)
@@ -243,7 +247,7 @@ def _translate(model: type[BaseModel], detail: ErrorDetails, lines: Lines, docum
 
 
 def _with_line(problem: str, location: Location, lines: Lines) -> str:
-    """Of a missing field the line of the map that lacks it."""
+    """Adds the line to a problem. For a missing field, it is the line of the map that lacks the field."""
     line = lines.get(location) or lines.get(location[:-1])
     return f"{problem} (line {line})" if line else problem
 
@@ -283,7 +287,8 @@ def _problem(detail: ErrorDetails, context: Mapping[str, Any]) -> str:
 
 
 def _integer_needed(given: object) -> str:
-    """3e4 is a text to YAML 1.1, and 3.0 a float: neither has quotes to leave out."""
+    """What to write instead of `given`. To YAML 1.1, 3e4 is text and 3.0 is a float, so for these the advice cannot be
+    to leave out quotes."""
     text = str(given)
     if _TOO_LONG.fullmatch(text):
         return f"an integer of at most {_MAX_DIGITS} digits is needed"
@@ -301,21 +306,22 @@ def _wrong_choice(given: object, expected: str) -> str:
     named = ", ".join(choice or '""' for choice in choices)
     allowed = f"one of {named}" if len(choices) > 1 else f"must be {named}"
     lower = str(given).lower()
-    by_lower = {choice.lower(): choice for choice in choices if choice[:1].lower() == lower[:1]}  # GPU is no Cpu
+    by_lower = {choice.lower(): choice for choice in choices if choice[:1].lower() == lower[:1]}  # GPU is not Cpu
     widths = {choice: name for choice, name in by_lower.items() if _same_number(lower, choice)}
     near = difflib.get_close_matches(lower, widths, n=1, cutoff=0.6)
     return f"{allowed}; did you mean {by_lower[near[0]]}?" if near and len(choices) > 1 else allowed
 
 
 def _same_number(given: str, choice: str) -> bool:
-    """float16 is no slip for float32; fsdp2 may be one for Fsdp, which has no number."""
+    """Whether `given` may be a typing error for `choice`, judging by the numbers at their ends: float16 is not one for
+    float32, but fsdp2 may be one for Fsdp, which has no number."""
     numbers = [re.search(r"[0-9]*$", name) for name in (given, choice)]
     ends = {found.group() for found in numbers if found and found.group()}
     return len(ends) < 2
 
 
 def problem_of_value(model: type[BaseModel], location: Location, value: object) -> str | None:
-    """What is wrong with `value` at `location`, whatever the other fields have; None if nothing is."""
+    """What is wrong with `value` at `location`, regardless of other fields; None if nothing is."""
     field = field_at(model, location)
     assert field is not None
     try:
@@ -377,7 +383,7 @@ def _value_at(document: object, location: Location) -> object:
 
 
 def shown(value: object) -> str:
-    """A value as a sentence about it names it: short, as the user wrote it."""
+    """A value as error messages show it: short, and as the user wrote it."""
     if value is None:
         return ""
     if isinstance(value, dict):

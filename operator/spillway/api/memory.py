@@ -34,7 +34,8 @@ class Parallelism(Fields):
         description=(
             "What is sharded among ranks (training processes). Ddp: nothing. Zero1, Zero2: optimizer states and "
             "gradients, by DeepSpeed. Zero3: also the parameters, by DeepSpeed. Fsdp: the same as Zero3, by "
-            "torch's FSDP2. Auto: the same as Ddp."
+            "torch's FSDP2. Zero1 to Zero3 run on CPUs only. Auto: Ddp where it fits, else Fsdp; all attempts of "
+            "a job use the same."
         ),
     )
 
@@ -111,7 +112,7 @@ class ActivationMemory(Fields):
     )
     host_reserve: Quantity | None = Field(
         default=None,
-        # job.json as every version before knows it, where there is none
+        # if there is none, job.json is as in every earlier version
         exclude_if=lambda given: given is None,
         description=(
             "Bytes of host memory per node that are reserved for activations which the plan spills to NVMe. If "
@@ -252,7 +253,7 @@ class Spill(Fields):
 
     @property
     def num_cipher_threads(self) -> int:
-        """Of a rank, at a time, in one direction."""
+        """Number of threads of a rank that encrypt or decrypt at the same time, in one direction."""
         return self.num_volumes if self.encryption == "Ephemeral" else 0
 
     @model_validator(mode="after")

@@ -29,6 +29,8 @@ FETCHED = matching(r"^(s3|hf|https?)://[^/\s]\S*$", "s3://bucket/directory")
 FETCHED_ON_CLAIM = "needs a claim, because a download cannot be written into an image"
 CHAT_EVALUATES_CHAT = "belongs to data.chat; use evaluation.text or fraction"
 TEXT_EVALUATES_NO_CHAT = "chats are evaluated on chats; use evaluation.chat or fraction"
+CHATS_NEED_CAUSAL = "spec.data: chats need a model that predicts each token from those before it, such as llama"
+PACKING_NEEDS_CHATS = "needs chats: data.chat, or an entrypoint that returns chats"
 FETCHED_BELOW = "a download needs a directory of its own on the claim; name that directory"
 
 
@@ -157,7 +159,7 @@ class Location(Fields):
     )
     fetch: Fetch | None = Field(
         default=None,
-        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        exclude_if=lambda given: given is None,  # if unset, job.json is as in every earlier version
         description=(
             "Download that fills the directory before it is first read. Later runs use the files that are already "
             "there. Default: none."
@@ -221,7 +223,7 @@ class Precision(Fields):
 
 
 def no_entry_point(name: str | None) -> list[tuple[str, str]]:
-    """The problem with `name`; empty without one."""
+    """The problem with the entry point `name`; empty if there is none."""
     if name is None or re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
         return []
     return [("entrypoint", f"{name!r} names no function; write package.module:function")]
@@ -266,12 +268,13 @@ class Model(Fields):
 
     @property
     def is_own_llama(self) -> bool:
-        """The one model that needs nothing of `transformers`: llama by its sizes, all of it trained."""
+        """Whether this is the one model that does not need `transformers`: llama, given by its sizes and trained
+        without adapters."""
         return self.config is not None and self.config.architecture == "llama" and self.lora is None
 
     @property
     def transformer(self) -> ModelConfig:
-        """The sizes of a model that is given by them."""
+        """The sizes of a model that is given by its sizes. Raises UserError for other models."""
         if self.config is None:
             raise UserError(
                 "spec.model: the model's sizes (hiddenSize, numLayers ...) are required, but source and entrypoint "
@@ -285,7 +288,7 @@ class Evaluation(Fields):
 
     text: Location | None = Field(
         default=None,
-        exclude_if=lambda given: given is None,  # and so on: job.json as every version before knows it
+        exclude_if=lambda given: given is None,  # here and below: if unset, job.json is as in every earlier version
         description=(
             "Separate text files to evaluate on, with the tokenizer of the training data. Cannot be combined with "
             "data.chat. Default: none."
@@ -299,7 +302,7 @@ class Evaluation(Fields):
         ),
     )
     fraction: Annotated[Number, Field(gt=0.0, le=0.5)] | None = Field(
-        # An API server would add a static one.
+        # Not a static default, because an API server would add it to every object.
         default_factory=lambda given: None if given.get("text") or given.get("chat") else 0.01,
         description=(
             "Share of the training sequences that is held out for evaluation; their number is rounded up. "
@@ -370,6 +373,15 @@ class Data(Fields):
         description="Text that every trainer image contains. PythonStdlib: the source files of Python's "
         "standard library.",
     )
+    packing: bool = Field(
+        default=False,
+        exclude_if=lambda given: not given,
+        description=(
+            "Puts several chats into one row of training.sequenceLength tokens, instead of padding each to that "
+            "length. No token attends to another chat, and positions start at 0 in each. microBatchSize and "
+            "globalBatchSize count rows."
+        ),
+    )
     evaluation: Evaluation | None = Field(
         default=None,
         description="Evaluations during training: the loss on data that is not trained on. Default: no evaluations.",
@@ -379,6 +391,8 @@ class Data(Fields):
     def _one_of(self) -> Self:
         problems = exactly_one(self, ("text", "chat", "tokens", "entrypoint", "builtin"))
         problems += no_entry_point(self.entrypoint)
+        if self.packing and self.chat is None and self.entrypoint is None:
+            problems.append(("packing", PACKING_NEEDS_CHATS))
         if self.evaluation is not None and self.chat is None and self.evaluation.chat is not None:
             problems.append(("evaluation.chat", CHAT_EVALUATES_CHAT))
         if self.evaluation is not None and self.chat is not None and self.evaluation.text is not None:

@@ -172,12 +172,12 @@ class OperatorConfigSpec(Fields):
 
 
 Spec = dict[str, Any]
-"""Of a TrainingJob, not validated."""
+"""The spec of a TrainingJob, not validated."""
 
 
 def with_defaults(spec: Spec, config: OperatorConfigSpec) -> tuple[Spec, tuple[str, ...]]:
-    """A spec with what it inherits, and the fields that it inherits: ("pod.image", "scheduling.tolerations").
-    pod.networkPreset stays only if there is no such preset."""
+    """Returns the spec with the values that it inherits, and the fields that it inherits: ("pod.image",
+    "scheduling.tolerations"). pod.networkPreset is removed, unless there is no such preset."""
     found, named = _given(config.job_defaults), _at(spec, ("pod", "networkPreset"))
     for preset in (one for one in config.network_presets if one.name == named):
         own = {name: value for name, value in _given(preset).items() if name != "name"}

@@ -58,12 +58,12 @@ class Member(Fields):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Its own values by field below spec: {"training.seed": 1}."""
+        """The member's own values, by field below spec: {"training.seed": 1}."""
         return dict(leaves({"model": self.model, "data": self.data, "training": self.training}))
 
 
 def leaves(fields: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of nested maps by their path: training.seed."""
+    """Yields (path, value) for every value in nested maps; a path is dotted: training.seed."""
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{above}{name}.")
@@ -105,7 +105,7 @@ class Checkpoint(Fields):
     )
     keep_best: Flag = Field(
         default=False,
-        exclude_if=lambda given: not given,  # job.json as every version before knows it
+        exclude_if=lambda given: not given,  # if unset, job.json is as in every earlier version
         description=(
             "Also keep the checkpoint with the lowest evaluation loss: one is written after each evaluation whose "
             "loss is lower than all before. Needs data.evaluation. `spillway ckpt export --best` exports it."
@@ -243,7 +243,7 @@ class Resources(Fields):
     )
     scratch: SomeBytes | None = Field(
         default=None,
-        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        exclude_if=lambda given: given is None,  # if unset, job.json is as in every earlier version
         description=(
             "Disk space of each pod, bytes, for /tmp, the log, and what a script writes to /work. Space for the "
             "emptyDir that the job spills to is added. If the job has neither command nor checkpoint.claim, space "
@@ -301,7 +301,7 @@ f"Environment variables of the trainer. All values together may have at most {MA
     )  # fmt: skip
     mounts: tuple[Mount, ...] = Field(
         default=(), max_length=16, json_schema_extra=LIST_BY_PATH,
-        exclude_if=lambda given: not given,  # job.json as every version before knows it
+        exclude_if=lambda given: not given,  # if unset, job.json is as in every earlier version
         description="Further volumes to mount in the pods, for example with code, data or credentials.",
     )  # fmt: skip
     resources: Resources = Field(default=Resources(), description="Resources of each pod.")

@@ -12,7 +12,7 @@ from spillway.api.field_types import Count, Fields, Flag, Number, Positive, Quan
 from spillway.plan import DeviceKind
 
 Rate = Annotated[Number, Field(ge=1e3, le=1e24)]
-"""Per second; no hardware exceeds the bounds, and predictions stay finite within them."""
+"""A rate per second. No hardware exceeds these bounds, and predictions stay finite within them."""
 Overhead = Annotated[Number, Field(le=10.0)]
 """Seconds."""
 
@@ -29,7 +29,7 @@ Moment = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-
 
 
 class LinkRates(Fields):
-    """Between device and host, one direction at a time."""
+    """Rates of copies between device and host, one direction at a time."""
 
     h2d_bytes_per_second: Rate | None = Field(
         default=None,
@@ -184,7 +184,7 @@ class NodeProfileSpec(Fields):
 
 
 class ObservedBytes(Written):
-    """One tier of one rank."""
+    """Observed peak bytes of one tier on one rank."""
 
     planned: Quantity = Field(description="Peak that the plan predicted, bytes.")
     max: Quantity = Field(description="Largest peak of all observed attempts, bytes.")
@@ -367,14 +367,14 @@ class MemoryProfileStatus(Written):
 
 
 class MemoryProfile(MemoryProfileSpec, MemoryProfileStatus):
-    """What was observed of a model's memory under one plan: an object's spec and status. Written by the operator;
+    """Observed memory use of a model under one plan: spec and status of an object together. The operator writes it; it
     outlives the jobs."""
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> MemoryProfile:
-        """From an object of the API server. Raises ValidationError."""
+        """Reads an object of the API server. Raises ValidationError."""
         return cls.model_validate({**(found.get("spec") or {}), **(found.get("status") or {})})
 
     def part(self, of: type[Written]) -> dict[str, Any]:
-        """The fields of its spec, or of its status, as JSON."""
+        """The fields of `of`, the type of its spec or of its status, as JSON."""
         return self.model_dump(mode="json", include=set(of.model_fields), exclude_none=True)

@@ -1,4 +1,4 @@
-"""ProgressReport: what rank 0 tells the operator while it trains; the Kubeflow progress protocol and one key of ours.
+"""ProgressReport: what rank 0 tells the operator while it trains, in the Kubeflow progress protocol with one more key.
 
     POST KUBEFLOW_TRAINER_SERVER_URL
     {"trainerStatus": {"progressPercentage": 42, "estimatedRemainingSeconds": 311, "lastUpdatedTime": "...",
@@ -6,8 +6,8 @@
      "spillway": {"version": 1, "epoch": 3, "step": 420, "steps": 1000, ...}}
     -> 200 {"version": 1, "epoch": 3}
 
-A script that knows nothing of Spillway (Hugging Face's callback) sends `trainerStatus` alone. Every value is bounded
-here: the operator writes none that a payload could blow up.
+A script that knows nothing of Spillway (Hugging Face's callback) sends only `trainerStatus`. Every value is bounded
+here, so that no payload can make the operator write an oversized one.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from spillway.api.field_types import MAX_COUNT, MAX_MEMBERS, MemberName
 MAX_BYTES = 2**60
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Steps = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-"""Steps as the status counts them: reported values must fit."""
+"""A number of steps, bounded like the counts of the status, into which reported values are written."""
 Seconds = Annotated[float, Field(ge=0.0, le=1e10, allow_inf_nan=False)]
 Loss = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 
 PROGRESS_VERSION: Literal[1] = 1
-"""This version and the one before are accepted: trainers outlive an upgrade of the operator."""
+"""Reports of this version and of the one before are accepted, because trainers keep running when the operator is
+upgraded."""
 URL_VARIABLE = "KUBEFLOW_TRAINER_SERVER_URL"
 TOKEN_VARIABLE = "KUBEFLOW_TRAINER_SERVER_TOKEN"  # noqa: S105 - the name of a variable
-"""Path of a file with the token, which is renewed while the pod lives."""
+"""The variable holds the path of a file with the token, which is renewed while the pod lives."""
 CA_VARIABLE = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 TOKEN_AUDIENCE = "progress.spillway.dev"  # noqa: S105
 LONGEST_REPORT = 64 * 1024
-"""Bytes of one POST."""
+"""Largest size of one POST, bytes."""
 LONGEST_REASON = 256
-"""Characters of the reason that a report gives for one member."""
+"""Largest number of characters in the reason that a report gives for one member."""
 
 
 class Message(BaseModel):
-    """camelCase in JSON; unknown keys are ignored, so that a newer side may say more."""
+    """A message in JSON with camelCase keys. Unknown keys are ignored, so that a newer sender can add some."""
 
     model_config = ConfigDict(frozen=True, alias_generator=to_camel, populate_by_name=True, extra="ignore")
 
@@ -53,7 +54,7 @@ class NamedValue(Message):
 
 
 class TrainerStatus(Message):
-    """As Kubeflow's clients send it."""
+    """The status as Kubeflow's clients send it."""
 
     progress_percentage: Annotated[int, Field(ge=0, le=100)] | None = None
     estimated_remaining_seconds: Annotated[int, Field(ge=0, le=10**10)] | None = None
@@ -70,12 +71,13 @@ class TierFigures(Message):
 
 
 class PodMemory(Message):
-    """Of the pod that reports, by its cgroup."""
+    """Memory use of the reporting pod, from its cgroup."""
 
     peak: Bytes = 0
-    """Peak bytes since it began, including page cache; 0: the kernel does not report it."""
+    """Peak bytes since the pod began, including page cache; 0 if the kernel does not report it."""
     is_whole: bool = False
-    """Whether the run is over and did all its work in this pod; an earlier attempt's pod may have built the corpus."""
+    """Whether the run is over and did all its work in this pod. The pod of an earlier attempt may have built the
+    corpus."""
 
 
 class SpillVolume(Message):
@@ -84,13 +86,13 @@ class SpillVolume(Message):
     size: Bytes
     """Size of the file system."""
     free_at_start: Bytes
-    """Free bytes once the ranks had made their spill files."""
+    """Free bytes after the ranks had created their spill files."""
     free: Bytes
     """Free bytes now."""
     num_ranks: Annotated[int, Field(ge=1, le=2**18)]
-    """Ranks with spill files there."""
+    """Number of ranks with spill files on this volume."""
     activations: Bytes
-    """Bytes of one rank's spill file that activations may use: the plan's, or what a correction left."""
+    """Bytes of one rank's spill file that activations may use: as planned, or as the last correction set it."""
     host_room: Bytes
     """Bytes of one rank's host memory into which a correction may still move activations."""
 
@@ -104,12 +106,12 @@ class CommittedCheckpoint(Message):
 
 
 class MemberState(StrEnum):
-    """Of a member of a sweep."""
+    """State of a member of a sweep."""
 
     RUNNING = "Running"
-    """It has its turn."""
+    """The member has its turn and trains."""
     PARKED = "Parked"
-    """It waits: for a turn, or at a round for other members."""
+    """The member waits for a turn, or at a halving round for other members."""
     STOPPED = "Stopped"
     """Stopped by a halving round."""
     COMPLETE = "Complete"
@@ -121,7 +123,7 @@ class MemberState(StrEnum):
 
 
 class MemberProgress(Message):
-    """How far one member of a sweep is."""
+    """Progress of one member of a sweep."""
 
     name: MemberName
     step: Steps = 0
@@ -137,7 +139,7 @@ class MemberProgress(Message):
 
 
 class TrainingProgress(Message):
-    """Our own key: what Kubeflow's protocol has no words for."""
+    """Our own key, for what Kubeflow's protocol cannot express."""
 
     version: Literal[0, 1] = PROGRESS_VERSION
     epoch: Annotated[int, Field(ge=1, le=2**31)]
@@ -153,12 +155,12 @@ class TrainingProgress(Message):
     budget: TierFigures = TierFigures()
     pod: PodMemory = PodMemory()
     spill_volume: SpillVolume | None = None
-    """None: no activations are on NVMe, or nothing of them could go elsewhere"""
+    """None if no activations are on NVMe, or if none of them could move elsewhere."""
     checkpoint: CommittedCheckpoint | None = None
     members: Annotated[tuple[MemberProgress, ...], Field(max_length=MAX_MEMBERS)] = ()
-    """Members of a sweep, in the order of the spec; `step` and `steps` are then those of all of them (steps_of)."""
+    """Members of a sweep, in the order of the spec; `step` and `steps` are then totals of all members (steps_of)."""
     best_member: MemberName | Literal[""] = ""
-    """The best of them so far."""
+    """Name of the best member so far."""
 
     @model_validator(mode="after")
     def _members_have_names_of_their_own(self) -> Self:
@@ -173,8 +175,8 @@ class TrainingProgress(Message):
 
 
 def steps_of(members: Iterable[MemberProgress]) -> tuple[int, int]:
-    """Steps that all members together made, and will have made at their end: of one that was stopped or failed, no more
-    than it has made. As many as a report may say at most."""
+    """The steps that all members together have made, and those that they will have made at the end; a member that was
+    stopped or failed makes no more. Both are limited to what a report may contain."""
     known = tuple(members)
     ended_early = (MemberState.STOPPED, MemberState.FAILED)
     made = sum(one.step for one in known)
@@ -188,10 +190,12 @@ class ProgressReport(Message):
 
 
 class ProgressAnswer(Message):
-    """The operator's answer. Corrections of the plan travel here: where bytes live, never how much is computed."""
+    """The operator's answer. It carries corrections of the plan, which change where bytes are kept, never what is
+    computed."""
 
     version: Annotated[int, Field(ge=0)] = PROGRESS_VERSION
-    """Version of any operator: running trainers outlive upgrades, and the epoch means the same in all of them."""
+    """Any version is accepted, because running trainers outlive upgrades of the operator, and the epoch means the same
+    in all versions."""
     epoch: int
     """The operator's current attempt."""
     activations: Bytes | None = None

@@ -37,7 +37,8 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
 
 
 def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
-    """Fields that `plan` understands and an attempt in a cluster cannot honour yet, each with what works instead."""
+    """Fields that `plan` understands but that an attempt in a cluster cannot honour yet, each with what works
+    instead."""
     strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.advanced.optimizer
     divides = strategy.startswith("Zero")
     on_devices = job.spec.parallelism.device == "Cuda" and job.spec.num_ranks > 1
@@ -47,8 +48,8 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
         (divides and model.lora, "spec.model.lora",
          f"does not work with parallelism.strategy: {strategy}, which needs all parameters to be trained; use Ddp or "
          f"Fsdp"),
-        (on_devices and strategy not in ("Auto", "Ddp"), "spec.parallelism.strategy",
-         "runs on CPUs only so far; use Ddp on Cuda devices (`spillway plan` compares all strategies)"),
+        (on_devices and divides, "spec.parallelism.strategy",
+         "runs on CPUs only so far; on Cuda devices use Ddp, or Fsdp, which shards the same as Zero3"),
     ]  # fmt: skip
     return _refused(found, job) + [
         FieldProblem(f"spec.{field}.fetch", place.fetch.uri, FETCHED_ON_CLAIM)
@@ -62,7 +63,7 @@ def _drops_in_llama_with_lora(model: Model) -> bool:
 
 
 def _refused_fields(never: Mapping[str, str], job: TrainingJob) -> list[FieldProblem]:
-    """Of these, all that have another value than the default."""
+    """One problem for each field of `never` whose value is not the default."""
     given, defaults = job.spec.model_dump(mode="json"), {"checkpoint": Checkpoint().model_dump(mode="json")}
     wrong = {path: _below(given, path) not in (None, [], _below(defaults, path)) for path in never}
     return _refused([(wrong[path], f"spec.{path}", problem) for path, problem in never.items()], job)
@@ -92,7 +93,8 @@ _CLUSTER_ONLY = (
 
 
 def not_used_locally(spec: TrainingJobSpec) -> list[str]:
-    """Fields without a meaning in a local run that the user gave another value than the default, as spec.a.b."""
+    """Fields that have no meaning in a local run and that the user set to another value than the default, as
+    spec.a.b."""
     given = spec.model_dump(mode="json", exclude_unset=True)
     default = TrainingJobSpec.model_construct(model=spec.model, data=spec.data, training=spec.training)
     defaults = default.model_dump(mode="json")

@@ -1,6 +1,6 @@
-"""spec.command of a TrainingJob: a script of the user's own under the launcher, with volumes, restarts and progress.
+"""spec.command of a TrainingJob: the launcher runs the user's own script, with volumes, restarts and progress reports.
 
-The script has its own model, data and training; nothing of its memory is planned.
+The script has its own model, data and training; its memory is not planned.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""TrainingJobStatus: what the operator observed and decided. `state` and the display strings are for people; decisions
-read conditions and figures."""
+"""TrainingJobStatus: what the operator observed and decided. `state` and the display strings are for people; the
+operator decides by conditions and figures."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, Strict, WithJsonSchema
+from pydantic import BeforeValidator, Field, JsonValue, Strict, WithJsonSchema
 
 from spillway.api.field_types import LIST_BY_NAME, Count, Name, Quantity, Text, Written
 
@@ -14,11 +14,17 @@ LIST_BY_TYPE: dict[str, JsonValue] = {"x-kubernetes-list-type": "map", "x-kubern
 Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 Short = Annotated[str, Field(max_length=64)]
 MAX_ATTEMPTS = 10**9 - 1
-"""An attempt's number is part of names and labels."""
+"""Bounded, because the number of an attempt is part of names and labels."""
 MOST_ESCALATIONS = 16
 MOST_FAULTY_NODES = 8
 AttemptNumber = Annotated[int, Strict(), Field(ge=0, le=MAX_ATTEMPTS)]
 NodeName = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+def _reason_today(found: object) -> object:
+    """Renames the reason Stalled of earlier versions to NoProgress, because Stalled is also a type of condition
+    (kstatus)."""
+    return "NoProgress" if found == "Stalled" else found
 
 
 class Condition(Written):
@@ -28,7 +34,7 @@ class Condition(Written):
         description="Type of the condition: Accepted, Planned, Running, ... (docs/conditions.md)."
     )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether the condition holds.")
-    reason: Annotated[str, Field(max_length=63)] = Field(
+    reason: Annotated[str, Field(max_length=63), BeforeValidator(_reason_today)] = Field(
         default="",
         description="Why the condition has its status, in one CamelCase word for programs (docs/conditions.md).",
     )
@@ -247,7 +253,7 @@ class Attempts(Written):
         "and preemptions.",
     )
     memory_errors: Count = Field(default=0, description="Number of attempts that ended because memory ran out.")
-    last_reason: Short = Field(
+    last_reason: Annotated[Short, BeforeValidator(_reason_today)] = Field(
         default="", description="Why the most recently ended attempt ended, in one CamelCase word (docs/conditions.md)."
     )
     last_node: Annotated[str, Field(max_length=253)] = Field(

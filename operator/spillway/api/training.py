@@ -44,7 +44,8 @@ class Optimizer(Fields):
     learning_rate: Annotated[Number, Field(gt=0.0, le=10.0)] = Field(
         default=3e-4, description="Peak learning rate, which is reached after the warm-up."
     )
-    # Their defaults depend on the name: none here, where an API server would write them down for another.
+    # Defaults of the following fields depend on the name. None are set here, because an API server would store them,
+    # and keep them for another name.
     betas: Annotated[tuple[Annotated[Number, Field(lt=1.0)], ...], Field(min_length=2, max_length=2)] | None = Field(
         default=None,
         description=(
@@ -108,7 +109,7 @@ class Optimizer(Fields):
     @model_validator(mode="after")
     def _moments_that_shrink(self) -> Self:
         most = self.moment_type.most_kept
-        betas = (self.betas or (0.0,))[-len(self.rule.moments) :]  # Lion's first is of no mean that is kept
+        betas = (self.betas or (0.0,))[-len(self.rule.moments) :]  # Lion's first belongs to no average that is stored
         kept = {"betas": max(betas), "momentum": self.momentum or 0.0}
         why = (
             f"too large for moments: {self.moments}. With a decay rate above {most}, rounding cancels every decrease "
@@ -205,7 +206,7 @@ class Training(Fields):
     )
     epochs: Annotated[Positive, Field(le=1_000_000)] | None = Field(
         default=None,
-        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        exclude_if=lambda given: given is None,  # if unset, job.json is as in every earlier version
         description=(
             "Number of times that each sequence is trained on. Set either epochs or steps. To fill its batch, the "
             "last step may train on some sequences once more."
@@ -248,7 +249,7 @@ class Training(Fields):
     schedule: Schedule = Field(default=Schedule(), description="How the learning rate changes over the steps.")
     early_stopping: EarlyStopping | None = Field(
         default=None,
-        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        exclude_if=lambda given: given is None,  # if unset, job.json is as in every earlier version
         description=(
             "Ends training when the evaluation loss no longer falls. Needs data.evaluation. Default: training "
             "never ends early."
@@ -267,11 +268,12 @@ class Training(Fields):
 
     @property
     def num_steps(self) -> int:
-        """Steps to train. More than any job makes where the data decides, and the trainer has not counted yet."""
+        """Steps to train. If `epochs` is set, more steps than any job makes, until the trainer has counted the
+        sequences."""
         return MOST_STEPS if self.steps is None else self.steps
 
     def in_steps(self, num_sequences: int) -> Training:
-        """The same with steps instead of epochs, of data with so many sequences to train on."""
+        """The same fields with steps instead of epochs, for data with `num_sequences` sequences to train on."""
         if self.epochs is None:
             return self
         steps = -(-self.epochs * num_sequences // self.global_batch_size)

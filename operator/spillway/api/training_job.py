@@ -1,7 +1,7 @@
 """TrainingJob, `spillway.dev/v1alpha1`: every field with its meaning, unit and default. CRDs are made from these types.
 
-Paths in messages are those of the YAML. Floats are strings and byte counts are quantities there, numbers here
-(field_types.py). `load_job` (load.py) is the way from a file to a TrainingJob.
+Messages name fields by their paths in YAML. In YAML, floats are strings and byte counts are quantities; here, both are
+numbers (field_types.py). `load_job` (load.py) reads a TrainingJob from a file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TrainingJobSpec(JobSpec):
     training: Training = Field(description=("How the model is trained: number of steps, batch sizes, optimizer."))
     search: SearchSpace | None = Field(
         default=None,
-        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        exclude_if=lambda given: given is None,  # if unset, job.json is as in every earlier version
         description="Makes the members from a space of hyperparameters, instead of the list in members. Default: none.",
     )
     members: tuple[Member, ...] = Field(
@@ -55,13 +55,13 @@ class TrainingJobSpec(JobSpec):
     )
     tracking: Tracking | None = Field(
         default=None,
-        exclude_if=lambda given: given is None,  # job.json as every version before knows it
+        exclude_if=lambda given: given is None,  # if unset, job.json is as in every earlier version
         description="Experiment trackers that receive the figures of the run while it trains. Default: none.",
     )
 
     @property
     def texts(self) -> dict[str, Location]:
-        """Where the text or the chats are that are trained and evaluated on, by field below spec."""
+        """Directories of the text, chats or tokens that the job trains and evaluates on, by field below spec."""
         places = {"data.text": self.data.text, "data.chat": self.data.chat, "data.tokens": self.data.tokens}
         if evaluation := self.data.evaluation:
             places |= {"data.evaluation.text": evaluation.text, "data.evaluation.chat": evaluation.chat}
@@ -69,25 +69,26 @@ class TrainingJobSpec(JobSpec):
 
     @property
     def places(self) -> dict[str, Location]:
-        """Every directory that the job reads, by field below spec: the data's, the model's, another run's."""
+        """Every directory that the job reads, by field below spec: those of the data, of the model and of another run's
+        checkpoint."""
         others = {"model.source": self.model.source, "checkpoint.from": self.checkpoint.from_}
         return self.texts | {field: place for field, place in others.items() if place is not None}
 
     @property
     def num_ranks(self) -> int:
-        """That share a batch; a member of a sweep has one device."""
+        """Number of ranks that share a batch. In a sweep it is 1, because each member trains on one device."""
         return 1 if self.members else self.parallelism.world_size
 
     @property
     def compared_by(self) -> Objective:
-        """The objective; without one evaluation loss where there is any, else the loss."""
+        """The objective. If there is none: the evaluation loss if the job has an evaluation, else the loss."""
         if self.objective is not None:
             return self.objective
         return Objective(metric="Loss" if self.data.evaluation is None else "EvaluationLoss")
 
     @property
     def uses_evaluation(self) -> list[str]:
-        """Fields below spec that ask what evaluations say, of one model alone."""
+        """Fields below spec that use the evaluation loss of a single model."""
         given = {
             "training.earlyStopping": self.training.early_stopping,
             "checkpoint.keepBest": self.checkpoint.keep_best,
@@ -97,7 +98,7 @@ class TrainingJobSpec(JobSpec):
     @model_validator(mode="before")
     @classmethod
     def _no_command(cls, given: Any) -> Any:
-        """What has one is a ScriptSpec; job.json of an earlier version has an empty one."""
+        """Removes an empty command, which job.json of an earlier version has. A spec with a command is a ScriptSpec."""
         if isinstance(given, dict) and not given.get("command", ...):
             return {name: value for name, value in given.items() if name != "command"}
         return given
@@ -119,6 +120,8 @@ class TrainingJobSpec(JobSpec):
             problems.append(("data.chat", CHAT_NEEDS_SOURCE))
         if self.data.tokens is not None and self.model.source is None:
             problems.append(("data.tokens", TOKENS_NEED_SOURCE))
+        if self.data.packing and self.model.source is None:
+            problems.append(("data.packing", CHAT_NEEDS_SOURCE))
         is_float16, strategy = self.model.precision.compute == "float16", self.parallelism.strategy
         if is_float16 and strategy not in ("Auto", "Ddp"):
             needed = f"needs loss scaling, which does not work with {strategy}; use Ddp, or bfloat16"

@@ -1,1 +1,1 @@
-"""What was measured -> corrected predictions, and the plan of the next attempt."""
+"""Turns measurements into corrected predictions, and into the plan of the next attempt."""

@@ -4,8 +4,9 @@
     training  the steps of a run, and what its plan says they ask for -> `corrections`: how much slower than planned
               each resource was -> `corrected`: the node with those rates
 
-A corrected figure is the planned one times a factor: a run measures phases, not single prices, so what shares a phase
-shares its factor. Medians over steps; what is further off than LARGEST_FACTOR is cut to that and marked.
+A run measures whole phases, not single prices, so every figure is corrected by a factor, and figures that determine the
+same phase share one. Factors are computed from medians over steps; a factor beyond LARGEST_FACTOR is cut to it and
+marked (Correction.is_cut).
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from spillway.planning.hardware import NodeSpec
 from spillway.planning.step_time import DEVICE_BYTES, Rates, Resource, busy_seconds, phase_seconds, side_by_side
 
 WARM_UP_STEPS = 2
-"""First steps of every attempt: pages are touched, kernels chosen, files opened."""
+"""First steps of every attempt; they are left out, because memory pages are touched, kernels chosen and files
+opened."""
 LEAST_STEPS = 5
-"""Steps after warm-up; a median of fewer says little."""
+"""Fewest steps after warm-up that are evaluated; a median of fewer says little."""
 LARGEST_FACTOR = 20.0
-"""A resource that deviates more than this from the plan was not what was measured."""
+"""Largest deviation from the plan, in either direction; beyond it, something other than the resource was measured."""
 LEAST_SHARE = 0.02
-"""Share of the step; less cannot be distinguished from noise."""
+"""Smallest share of the step's time that is evaluated; less cannot be distinguished from noise."""
 LEAST_BYTES = 2**20
-"""Bytes per step; fewer measure the cost of an operation, not a rate."""
+"""Fewest bytes per step that are evaluated; fewer measure the cost of an operation, not a rate."""
 
 Work = Mapping[str, Mapping[str, float]]
-"""Prediction.work: phase -> amounts"""
+"""Prediction.work: phase -> name of an amount -> amount."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class MeasuredStep:
 
 
 def measured_step(attempts: Sequence[Sequence[StepMetrics]]) -> MeasuredStep:
-    """The steps of each attempt in order. Skipped steps and the first WARM_UP_STEPS of an attempt do not count.
+    """Returns the medians over the steps of all attempts; `attempts` has the steps of each attempt in order. Skipped
+    steps and the first WARM_UP_STEPS of an attempt do not count.
 
     Raises UserError when fewer than LEAST_STEPS are left.
     """
@@ -79,14 +82,15 @@ def _medians(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Measured over predicted, for one resource of a node."""
+    """Predicted and measured seconds of one resource of a node, and their ratio."""
 
     resource: str
-    """compute, update, update on the CPU, network, h2d, d2h, disk read, disk write."""
+    """One of: compute, update, update on the CPU, network, h2d, d2h, disk read, disk write."""
     predicted_seconds: float
     measured_seconds: float
     factor: float
-    """Measured over predicted, within LARGEST_FACTOR; rates are divided by it, fixed costs multiplied."""
+    """Measured over predicted seconds, cut to LARGEST_FACTOR in either direction; rates are divided by it, fixed costs
+    are multiplied by it."""
 
     @property
     def is_cut(self) -> bool:
@@ -95,7 +99,7 @@ class Correction:
 
 COMPUTE, UPDATE, NETWORK = "compute", "update", "network"
 CPU_UPDATE = "update on the CPU"
-"""Update on a discrete device, where only the CPU lane measures the update."""
+"""The CPU's part of the update, for a discrete device: there only the CPU lane measures the update."""
 H2D, D2H, READ, WRITE = "h2d", "d2h", "disk read", "disk write"
 _LANES = {READ: "nvme_read", WRITE: "nvme_write", H2D: "h2d", D2H: "d2h"}
 
@@ -104,21 +108,23 @@ class _Told(Enum):
     """How compute and update are distinguished in measurements."""
 
     BY_PHASES = auto()
-    """The phase optimizer is the update, and nothing else is."""
+    """The phase optimizer measures the update, and no other phase does."""
     BY_LANE = auto()
-    """The CPU lane's busy time is the update: the phase also waits for the disk, or ends before the update."""
+    """The CPU lane's busy time measures the update, because the phase also waits for the disk, or ends before the
+    update."""
     BY_SUM = auto()
-    """Backward contains no update; forward, wait and optimizer together are forward and the update."""
+    """Backward contains no update; the phases forward, wait and optimizer together measure forward and the update."""
     TOGETHER = auto()
-    """The update is in all phases: one factor for both."""
+    """The update runs in all phases, so compute and update share one factor."""
     COMPUTE_ALONE = auto()
-    """Compute only, from backward."""
+    """Only compute is measured, by backward."""
     NOTHING = auto()
 
 
 def _told(work: Work, rates: Rates, overlap: Overlap) -> _Told:
-    """On a discrete device, an update that overlaps forward takes no time from it. On a CPU both use the same cores:
-    neither phase shows its time alone, but their sum is right."""
+    """Returns how compute and update can be distinguished. On a discrete device, an update that overlaps forward takes
+    no time from it. On a CPU both use the same cores, so neither phase shows the time of its work alone, but the sum of
+    both is right."""
     update = work.get(Phase.OPTIMIZER, {})
     if overlap == "None":
         return _Told.BY_LANE if update.get(Resource.READ) else _Told.BY_PHASES
@@ -126,7 +132,7 @@ def _told(work: Work, rates: Rates, overlap: Overlap) -> _Told:
         return _Told.BY_LANE
     forward = work.get(Phase.FORWARD, {})
     waits = [forward.get(name) for name in (Resource.H2D, Resource.D2H, *_DISK)] + [update.get(name) for name in _DISK]
-    if any(waits):  # phase wait is not the update's alone
+    if any(waits):  # the phase wait does not only wait for the update
         return _Told.COMPUTE_ALONE if overlap == "Forward" else _Told.NOTHING
     return _Told.BY_SUM if overlap == "Forward" else _Told.TOGETHER
 
@@ -135,9 +141,9 @@ _DISK = (Resource.READ, Resource.WRITE)
 
 
 def corrections(work: Work, rates: Rates, step: MeasuredStep, overlap: Overlap = "None") -> list[Correction]:
-    """How far each resource was from `rates`, those that the run's planner would use today. Left out: what the run did
-    not use, or too little to tell, and what `not_told` names. `overlap`: of the plan; Backward with nothing to update
-    there is Forward."""
+    """Returns how far each resource deviated from `rates`, the rates with which the planner would plan the run today.
+    Leaves out resources that the run did not use, or used too little to tell, and those that `not_told` names.
+    `overlap` is the plan's, but Forward instead of Backward if no parameter is updated during backward."""
     cores = _of_cores(work, rates, step, _told(work, rates, overlap))
     network = _network(work, rates, step)
     disk = _disk(work, rates, step, overlap)
@@ -145,7 +151,7 @@ def corrections(work: Work, rates: Rates, step: MeasuredStep, overlap: Overlap =
 
 
 def not_told(work: Work, rates: Rates, overlap: Overlap) -> list[str]:
-    """The rates that a run cannot correct though it used them, each with the reason."""
+    """Returns the rates that a run used but cannot correct, each with the reason."""
     told, found = _told(work, rates, overlap), []
     if told is _Told.COMPUTE_ALONE:
         found.append(
@@ -168,14 +174,15 @@ def not_told(work: Work, rates: Rates, overlap: Overlap) -> list[str]:
 
 
 def _links(rates: Rates, step: MeasuredStep) -> Iterator[Correction]:
-    """On a CPU, copies share cores with compute, so their lane's time says more about compute: they are corrected with
-    it."""
+    """Yields the corrections of copies to and from the device. On a CPU, copies share the cores with compute, so the
+    time of their lanes says more about compute; there they are corrected by compute's factor (`corrected`)."""
     if not rates.copies_use_cores:
         yield from _of_lanes({H2D: rates.h2d, D2H: rates.d2h}, step)
 
 
 def _of_lanes(planned: Mapping[str, float], step: MeasuredStep) -> Iterator[Correction]:
-    """Bytes of a lane over the seconds in which it worked."""
+    """Yields a correction for each resource in `planned` (resource -> bytes per second): the seconds of its lane's
+    bytes at that rate, compared with the seconds in which the lane was busy."""
     for resource, rate in planned.items():
         nbytes, seconds = _of_lane(_LANES[resource], step)
         if seconds:
@@ -183,14 +190,15 @@ def _of_lanes(planned: Mapping[str, float], step: MeasuredStep) -> Iterator[Corr
 
 
 def _of_lane(lane: str, step: MeasuredStep) -> tuple[float, float]:
-    """Bytes and busy seconds; 0 seconds where too little moved to tell."""
+    """Returns the bytes and busy seconds of a lane; 0 seconds if too few bytes were moved to tell."""
     nbytes = step.moved_bytes.get(lane, 0.0)
     return nbytes, step.lane_seconds.get(lane, 0.0) if nbytes >= LEAST_BYTES else 0.0
 
 
 def _disk(work: Work, rates: Rates, step: MeasuredStep, overlap: Overlap) -> Iterator[Correction]:
-    """Where states are on NVMe one drive reads and writes at once: a lane's seconds are not those that its bytes take
-    alone. Both together take no longer than both lanes worked, and no longer than the update: one factor for both."""
+    """Yields the corrections of disk reads and writes. With optimizer states on NVMe, one drive reads and writes at the
+    same time, so a lane's busy seconds are not the time that its bytes take alone. Together, reads and writes take at
+    most as long as both lanes were busy, and at most as long as the update: both get the same factor from that."""
     planned = {READ: rates.read, WRITE: rates.write}
     if not work.get(Phase.OPTIMIZER, {}).get(Resource.READ):
         yield from _of_lanes(planned, step)
@@ -204,20 +212,22 @@ def _disk(work: Work, rates: Rates, step: MeasuredStep, overlap: Overlap) -> Ite
 
 
 def _disk_is_shared(work: Work) -> bool:
-    """By states, in both directions at once, and by what the passes read and write."""
+    """Whether the disk is used both by optimizer states, which are read and written at the same time, and by forward or
+    backward."""
     passes = (work.get(phase, {}) for phase in (Phase.FORWARD, Phase.BACKWARD))
     states = work.get(Phase.OPTIMIZER, {}).get(Resource.READ)
     return bool(states) and any(amounts.get(name) for amounts in passes for name in _DISK)
 
 
 def _of_cores(work: Work, rates: Rates, step: MeasuredStep, told: _Told) -> Iterator[Correction]:
-    """Compute and update. Each has a phase of its own and a share in the other's, on a CPU: updates add up gradients
-    during backward, and their operations cost what those of compute cost. So the factors solve
+    """Yields the corrections of compute and update. Each has a phase of its own and, on a CPU, a share of the other's
+    phase: gradients are added up at the rate of updates during backward, and the operations of an update cost as much
+    as those of compute. So the factors solve
 
         compute x passes.compute + update x passes.update = measured passes
         compute x optimizer.compute + update x optimizer.update = measured optimizer
 
-    where phases tell them apart; BY_SUM forward moves from the first line to the second, with what it waited for.
+    if phases tell the two apart. With BY_SUM, forward moves from the first line to the second, with the time it waited.
     """
     optimizer = _planned_optimizer(work.get(Phase.OPTIMIZER, {}), rates)
     forward, backward = (_planned_pass(work.get(phase, {}), rates) for phase in (Phase.FORWARD, Phase.BACKWARD))
@@ -248,11 +258,12 @@ def _of_cores(work: Work, rates: Rates, step: MeasuredStep, told: _Told) -> Iter
 
 
 _SHORTEST = 1e-9
-"""Seconds; shorter times were not measured."""
+"""Seconds; a shorter time counts as not measured."""
 
 
 def _of_pair(first: _Planned, second: _Planned, took: float, second_took: float, least: float) -> Iterator[Correction]:
-    """Of two measured sums, the one mostly compute, the other mostly update."""
+    """Yields the corrections from two sums of phases: `first`, mostly compute, took `took` seconds, and `second`,
+    mostly update, `second_took`. Sums that took less than `least` seconds are not evaluated."""
     computes, updates = first.compute > 0.0 and took >= least, second.update > 0.0 and second_took >= least
     compute, update = 1.0, 1.0
     if computes and updates:
@@ -274,7 +285,7 @@ def _told_of(planned: _Planned, *, compute: float, update: float) -> Iterator[Co
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Seconds of a phase by what they would be corrected with."""
+    """Predicted seconds of a phase, split by the factor that corrects them."""
 
     compute: float
     update: float
@@ -298,12 +309,13 @@ def _planned_optimizer(amounts: Mapping[str, float], rates: Rates) -> _Planned:
 
 
 def _update_seconds(amounts: Mapping[str, float], rates: Rates) -> float:
-    """step_time.update_seconds without its operations."""
+    """Returns the seconds of the update like step_time.update_seconds, but without the overhead of its operations."""
     return side_by_side(loads_of({**amounts, "operations": 0.0}, rates), rates)
 
 
 def _solved_pair(passes: _Planned, optimizer: _Planned, took: float, update_took: float) -> tuple[float, float]:
-    """The factors of compute and update; where no two of the sane range solve both, one factor a phase."""
+    """Returns the factors of compute and update that solve both equations; if there are none of at least 1 /
+    LARGEST_FACTOR, one factor per phase."""
     determinant = passes.compute * optimizer.update - passes.update * optimizer.compute
     if determinant > 0.0:
         compute = (took * optimizer.update - update_took * passes.update) / determinant
@@ -314,25 +326,30 @@ def _solved_pair(passes: _Planned, optimizer: _Planned, took: float, update_took
 
 
 def _network(work: Work, rates: Rates, step: MeasuredStep) -> Correction | None:
-    """What ranks wait for one another is part of it."""
-    predicted = loads_of(work.get(Phase.EXCHANGE, {}), rates)[Resource.NETWORK]
+    """Returns the network's correction; the measured seconds include the time that ranks wait for one another."""
+    predicted = _exchange_seconds(work, rates)
     seconds = step.lane_seconds.get("network", 0.0) or step.phase_seconds.get(Phase.EXCHANGE, 0.0)
     if not predicted or seconds < LEAST_SHARE * step.step_seconds:
         return None
     return _correction(NETWORK, predicted, seconds)
 
 
+def _exchange_seconds(work: Work, rates: Rates) -> float:
+    """Returns the seconds of the exchange, with the copies of sums in host memory to a device and back."""
+    loads = loads_of(work.get(Phase.EXCHANGE, {}), rates)
+    return sum(loads[resource] for resource in (Resource.NETWORK, Resource.H2D, Resource.D2H))
+
+
 def predicted_seconds(work: Work, rates: Rates) -> float:
-    """Of a step at `rates`, from what its phases ask for: what a prediction would be today."""
-    loads = {phase: loads_of(work.get(phase, {}), rates) for phase in Phase}
-    passes = [phase_seconds(loads[phase], rates) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    """Returns the seconds of a step at `rates`, from what its phases ask for: what would be predicted today."""
+    passes = [phase_seconds(loads_of(work.get(each, {}), rates), rates) for each in (Phase.FORWARD, Phase.BACKWARD)]
     update = work.get(Phase.OPTIMIZER, {})
     updates = _update_seconds(update, rates) + update.get("operations", 0.0) * rates.operation_overhead
-    return sum(passes) + updates + loads[Phase.EXCHANGE][Resource.NETWORK]
+    return sum(passes) + updates + _exchange_seconds(work, rates)
 
 
 def loads_of(amounts: Mapping[str, float], rates: Rates) -> dict[Resource, float]:
-    """Seconds per resource of amounts as step_time.amounts gives them."""
+    """Returns seconds per resource for amounts in the form of step_time.amounts."""
     prices = {
         Resource.H2D: rates.h2d,
         Resource.D2H: rates.d2h,
@@ -358,7 +375,7 @@ def _correction(resource: str, predicted: float, measured: float) -> Correction:
 
 
 def medians(of_runs: Sequence[Sequence[Correction]]) -> list[Correction]:
-    """One correction per resource: the run in the middle."""
+    """Returns one correction per resource: that of the run with the median factor."""
     by_resource: dict[str, list[Correction]] = {}
     for one in (one for found in of_runs for one in found):
         by_resource.setdefault(one.resource, []).append(one)
@@ -366,8 +383,8 @@ def medians(of_runs: Sequence[Sequence[Correction]]) -> list[Correction]:
 
 
 def corrected(node: NodeSpec, found: Sequence[Correction], *, across_nodes: bool = False) -> NodeSpec:
-    """`node` with rates divided, and fixed costs multiplied, by their factors. The network is the one within a node, or
-    with `across_nodes` the one between nodes."""
+    """Returns `node` with its rates divided, and its fixed costs multiplied, by their factors. The network's factor
+    applies within a node, or with `across_nodes` between nodes."""
     factor = {one.resource: one.factor for one in found}
     inside, across = (1.0, factor.get(NETWORK, 1.0)) if across_nodes else (factor.get(NETWORK, 1.0), 1.0)
     compute, update = factor.get(COMPUTE, 1.0), factor.get(UPDATE, 1.0)
@@ -401,32 +418,33 @@ def corrected(node: NodeSpec, found: Sequence[Correction], *, across_nodes: bool
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One phase of a measured step, and what it asked for."""
+    """One phase of a measured step: the work that it asked for, and its seconds."""
 
     compute: str
-    """Type of the matrix products: bfloat16, float32."""
+    """Type of the matrix products: bfloat16 or float32."""
     amounts: Mapping[str, float]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPrices:
-    """Seconds per unit; 0: indistinguishable from noise."""
+    """Seconds per unit of work; 0 if indistinguishable from noise."""
 
     flop: Mapping[str, float]
-    """By type, never below that of the fastest matrix product."""
+    """Type -> price, never below that of the fastest matrix product."""
     value: Mapping[str, float]
-    """By type."""
+    """Type -> price."""
     operation: float
     error: float
     """Median of |predicted - measured| / measured over the samples."""
 
 
 def fitted(samples: Sequence[Sample], rates: Rates, fastest: Mapping[str, float]) -> MeasuredPrices:
-    """Prices with the least squares of relative errors; none is negative. `fastest`: FLOPs per second of the fastest
-    matrix product, by type. Copies and updates in the samples are subtracted at the prices of `rates`.
+    """Returns the non-negative prices with the smallest sum of squared relative errors. `fastest`: type -> FLOPs per
+    second of the fastest matrix product. Copies and updates in the samples are subtracted at the prices of `rates`.
 
-    Raises UserError when too few samples take longer than what has a price already, as on a machine that is busy.
+    Raises UserError when too few samples take longer than the work in them that already has a price, as on a busy
+    machine.
     """
     types = sorted(fastest)
     rows, targets = [], []
@@ -452,7 +470,7 @@ def fitted(samples: Sequence[Sample], rates: Rates, fastest: Mapping[str, float]
 
 
 def _priced(amounts: Mapping[str, float], rates: Rates) -> float:
-    """Seconds of what has a price already."""
+    """Returns the seconds of the work that already has a price: copies and updates."""
     loads = loads_of({name: amount for name, amount in amounts.items() if name in _PRICED}, rates)
     return sum(loads.values())
 
@@ -461,10 +479,10 @@ _PRICED = (Resource.H2D.value, Resource.D2H.value, Resource.CPU.value, DEVICE_BY
 
 
 def _least_squares(rows: list[list[float]], targets: list[float]) -> list[float]:
-    """The x >= 0 with the least |rows x - targets|^2.
+    """Returns the x >= 0 that minimizes |rows x - targets|^2.
 
-    Of the few columns every subset is tried: the best solution without a negative entry is the one of the problem with
-    bounds (Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23).
+    There are few columns, so every subset of them is tried: the best solution without a negative entry solves the
+    problem with bounds (Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23).
     """
     width = len(rows[0])
     scale = [max(abs(row[column]) for row in rows) for column in range(width)]
@@ -485,7 +503,7 @@ def _least_squares(rows: list[list[float]], targets: list[float]) -> list[float]
 
 
 def _solved(rows: list[list[float]], targets: list[float]) -> list[float] | None:
-    """Least squares by the normal equations, columns scaled to 1; None when they are singular."""
+    """Solves least squares by the normal equations, for columns scaled to 1; returns None if they are singular."""
     width = len(rows[0])
     matrix = [
         [math.fsum(row[i] * row[j] for row in rows) for j in range(width)]

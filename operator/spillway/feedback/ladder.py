@@ -2,11 +2,11 @@
 
     attempts that ran out -> lower bounds -> Corrections -> the planner takes the fastest plan whose counted bytes fit
 
-Memory that ran out is a lower bound: the plan held at least its limit of that tier and wanted more, so its bytes count
-at least limit / predicted times. How many times more nobody saw: each further failure of a tier adds a larger margin,
-so that a prediction of one tier that is wrong by three times is met within MOST_MEMORY_TRIES. As a plan counts more
-than the bound and must fit its limit, none follows that asks as much of the failed tier, within the same limit, as one
-that failed (`repeats` is that rule by itself, for tiers that nothing was predicted of).
+Memory that ran out gives a lower bound: the plan held at least its limit of that tier and needed more, so its bytes
+count at least limit / predicted times. How many times more is unknown, so each further failure of a tier adds a larger
+margin: a prediction of one tier that is too low by a factor of three is corrected within MOST_MEMORY_TRIES. Every later
+plan counts more than the bound and must fit its limit, so none needs as much of the failed tier, within the same limit,
+as a plan that failed. `repeats` is that rule by itself, for tiers for which nothing was predicted.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from spillway.planning.pod_resources import tier_memory_bytes
 from spillway.units import format_bytes, format_seconds
 
 MOST_MEMORY_TRIES = 3
-"""Attempts with another plan after one kind of memory ran out; they do not count against lifecycle.maxRestarts."""
+"""Most attempts with another plan after one kind of memory ran out; they do not count against lifecycle.maxRestarts."""
 MOST_TRIES_IN_ALL = 6
-"""Tries for two kinds of memory: if the device's bytes were wrong the host's may be, too, and one says nothing of the
-other."""
+"""Most such attempts for all kinds of memory, enough for two: if the prediction was wrong for the device it may be
+wrong for the host, too, and a failure of one says nothing about the other."""
 MARGINS = (0.25, 0.5, 1.0)
 """Margins above the lower bound after the first, the second and each further failure of a tier: 1.25 x 1.5 x 2 =
 3.75."""
 OBSERVED_MARGIN = 0.03
 """Margin above an observed peak."""
 ROOM_TO_RELAX = 0.25
-"""Unused share of every tier that once ran out that allows a cheaper plan again ..."""
+"""Share of every tier that once ran out which must have been unused before a cheaper plan is tried again."""
 SECONDS_TO_RELAX = 1800.0
-"""... by an attempt that trained that long ..."""
+"""How long the attempt with that unused share must have trained."""
 GAIN_TO_RELAX = 0.9
-"""... and only for a step this many times as long, or shorter"""
+"""Largest step time of the cheaper plan, as a share of the other plan's."""
 
 _TIERS = {
     ExitCode.DEVICE_OUT_OF_MEMORY.reason: Tier.DEVICE,
@@ -54,7 +54,7 @@ class MemoryFailure:
     reason: str
     plan: MemoryPlan
     pod_memory_bytes: int
-    """The pod's limit, or what a local run should have used."""
+    """The pod's memory limit; for a local run, the memory that it should have used."""
     spared_bytes: int = 0
     """Bytes counted for the pod that it did not get, because earlier pods had not used them."""
 
@@ -72,36 +72,37 @@ class MemoryFailure:
 
     @property
     def limit_bytes(self) -> int:
-        """That was reached."""
+        """The limit that was reached."""
         if self.tier is None:
             return self.pod_memory_bytes
         if self.tier is Tier.DEVICE:
             return self.plan.budget[Tier.DEVICE]
-        # The reserve may have held what a live correction moved there.
+        # Without the reserve, which may have held bytes that a live correction moved there.
         return self.plan.slab_bytes(self.tier) - self.plan.bytes[self.tier].reserve
 
     @property
     def bound(self) -> float:
-        """Times the predicted bytes that there were at least."""
+        """The real bytes were at least this many times the predicted ones."""
         return max(1.0, self.limit_bytes / max(1, self.predicted_bytes))
 
 
 def tries_are_used_up(reasons: Sequence[str], num_failures: int = 0) -> bool:
-    """Whether no attempt follows those that ran out, for these `reasons`; the last of them decides of which kind.
-    `num_failures` counts them all, where reasons of some are not known any more."""
+    """Whether no further attempt follows those that ran out of memory for these `reasons`; the last reason decides
+    which kind is counted. `num_failures` counts all of them, including those whose reasons are no longer known."""
     most = max(len(reasons), num_failures)
     of_this_kind = reasons.count(reasons[-1]) if reasons else 0
     return of_this_kind > MOST_MEMORY_TRIES or most > MOST_TRIES_IN_ALL
 
 
 def next_failure_may_be_last(reasons: Sequence[str], num_failures: int = 0) -> bool:
-    """Whether an attempt that ran out again, of a kind that ran out before, would end the job."""
+    """Whether one more failure, of a kind of memory that ran out before, would end the job."""
     most = max(len(reasons), num_failures)
     return any(tries_are_used_up((*reasons, reason), most + 1) for reason in set(reasons))
 
 
 def corrections_after(failures: Sequence[MemoryFailure]) -> Corrections:
-    """For the attempt after `failures` of one job; nothing is corrected without any."""
+    """Returns the corrections for the attempt after these `failures` of one job; without failures, nothing is
+    corrected."""
     if not failures:
         return NO_CORRECTIONS
     own = {tier: [failure for failure in failures if failure.tier is tier] for tier in (*Tier, None)}
@@ -124,7 +125,8 @@ def _factor(failures: Sequence[MemoryFailure]) -> float:
 
 
 def _room_of_volume(failures: Sequence[MemoryFailure]) -> int | None:
-    """A full volume has less space than the plan assumed, whatever the node reports."""
+    """Returns the most bytes that may be counted for a spill volume that was full, because it has less space than the
+    plan assumed, whatever the node reports; None if none was full."""
     rooms = (int(failure.predicted_bytes / (1.0 + MARGINS[0])) for failure in failures)
     return min(rooms, default=None)
 
@@ -143,7 +145,8 @@ def _sentence(failure: MemoryFailure, factor: float) -> str:
 
 
 def repeats(failures: Iterable[MemoryFailure], plan: MemoryPlan, pod_memory_bytes: int) -> bool:
-    """Whether `plan` would fail as one of `failures` did: it asks as much of what ran out, and has no more of it."""
+    """Whether `plan` would fail like one of `failures`: it needs at least as much of the memory that ran out, and has
+    no more of it."""
     return any(_repeats(failure, MemoryFailure(0, failure.reason, plan, pod_memory_bytes)) for failure in failures)
 
 
@@ -151,16 +154,16 @@ def _repeats(failure: MemoryFailure, then: MemoryFailure) -> bool:
     if failure.tier is None:
         held = tier_memory_bytes(then.plan, 1) >= tier_memory_bytes(failure.plan, 1)
         return held and then.pod_memory_bytes <= failure.pod_memory_bytes
-    if then.tier is not failure.tier:  # nothing of that tier is asked for
+    if then.tier is not failure.tier:  # the plan needs nothing of that tier
         return False
-    if failure.tier is Tier.NVME:  # no larger slab helps where the volume is full
+    if failure.tier is Tier.NVME:  # a larger slab does not help if the volume is full
         return then.predicted_bytes >= failure.predicted_bytes
     return then.predicted_bytes >= failure.predicted_bytes and then.limit_bytes <= failure.limit_bytes
 
 
 def smaller_micro_batches(job: TrainingJob, world_size: int) -> Iterator[TrainingJob]:
-    """The last rung: the job with ever smaller micro-batches, each at most half of the one before; only rounding
-    changes with them."""
+    """Yields the job with ever smaller micro-batches, each at most half of the one before: the last resort. They change
+    only the rounding."""
     training = job.spec.training
     per_rank, size = training.global_batch_size // world_size, training.micro_batch_size
     while size > 1:
@@ -173,13 +176,14 @@ def smaller_micro_batches(job: TrainingJob, world_size: int) -> Iterator[Trainin
 
 
 def relaxed(failures: Sequence[MemoryFailure], last: MemoryPlan, peaks: dict[Tier, int], seconds: float) -> Corrections:
-    """Corrections for an attempt that follows one which did not run out: `last` held `peaks` at most and trained for
-    `seconds`. What was seen counts in the place of the margins, where all tiers that once ran out had much room for
-    long enough; else as before. Attempts are never ended for it: every attempt begins at a checkpoint anyway."""
+    """Returns the corrections for an attempt after one that did not run out: its plan `last` held `peaks` at most and
+    it trained for `seconds`. If every tier that once ran out had much room for long enough, the observed peaks replace
+    the margins; otherwise, the corrections stay. No attempt is ended for this: the next one begins at a checkpoint
+    anyway."""
     careful = corrections_after(failures)
     tiers = {failure.tier for failure in failures}
     if None in tiers or Tier.NVME in tiers or seconds < SECONDS_TO_RELAX:
-        return careful  # nobody measures what no plan counts, or what a full volume has room for
+        return careful  # memory that no plan counts and the room of a full volume are not measured
     seen: dict[str, float] = {}
     for tier in tiers:
         assert tier is not None
@@ -197,7 +201,7 @@ def relaxed(failures: Sequence[MemoryFailure], last: MemoryPlan, peaks: dict[Tie
 
 
 def worth_relaxing(careful: MemoryPlan, cheaper: MemoryPlan) -> bool:
-    """A plan is not changed for a small gain."""
+    """Whether `cheaper` is so much faster that it replaces `careful`; a plan is not changed for a small gain."""
     return cheaper.prediction.step_seconds <= GAIN_TO_RELAX * careful.prediction.step_seconds
 
 
@@ -205,7 +209,7 @@ def worth_relaxing(careful: MemoryPlan, cheaper: MemoryPlan) -> bool:
 
 
 def change(before: MemoryPlan, after: MemoryPlan) -> str:
-    """What the next attempt does differently, in a sentence."""
+    """Says in a sentence what the next attempt does differently."""
     parts = [
         *_moved(before, after),
         *(

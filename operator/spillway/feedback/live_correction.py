@@ -2,9 +2,9 @@
 
     SpillVolume, in rank 0's report -> lowered() -> ProgressAnswer.activations -> all ranks, at one step
 
-Only byte placement changes: what may no longer be on NVMe goes to host memory that the plan reserved for it
-(TierBytes.reserve), so that every request is the envelope of all plans that can be reached. A cap is never raised
-again within an attempt: neighbours that come and go would make bytes do so, too.
+Only the placement of bytes changes: activations that may no longer be on NVMe go to host memory that the plan reserved
+for them (TierBytes.reserve), so the pod's requests cover every plan that corrections can lead to. A cap is never raised
+again within an attempt: otherwise neighbours that come and go would move bytes back and forth.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from spillway.planning.workload import PAGE_BYTES, padded
 from spillway.units import MIB
 
 MARGIN = 0.15
-"""Share of a file system that stays free: the kubelet evicts below 10 % (nodefs.available), and a neighbour goes on
-writing for a report and a step until all ranks have made room."""
+"""Share of a file system that is kept free: the kubelet evicts below 10 % (nodefs.available), and a neighbour continues
+to write for one report and one step until all ranks have made room."""
 LEAST_DEFICIT = 0.01
 """Share of a file system; a smaller deficit is ignored, so that journals and logs cause no correction."""
 LEAST_BYTES = MIB
-"""Per rank; less is not worth a correction."""
+"""Bytes per rank; fewer are not worth a correction."""
 
 
 def lowered(volume: SpillVolume) -> int | None:
-    """What the activations of each rank may take of its spill file from now on; None = as before.
+    """Returns how many bytes of its spill file the activations of each rank may use from now on; None: as many as
+    before.
 
-    No more is wanted free than was when the spill files had been made: what a volume lacks because of them is planned.
+    The free bytes that are wanted never exceed those right after the spill files were created: space that is missing
+    because of the spill files is planned.
     """
     if volume.free > volume.size or volume.free_at_start > volume.size:
         return None

@@ -1,9 +1,9 @@
 """PodEvidence: observed memory of pods under one plan -> memory request of the next pod. Pure.
 
-    cgroup's peak of a whole run -> MemoryProfile.spec.pod -> PodEvidence -> the request, in place of what is counted
+    cgroup's peak of a whole run -> MemoryProfile.status.pod -> PodEvidence -> the request, instead of the counted bytes
 
-This is where evidence may lower a request (ADR 27). It holds for exactly what was seen: model, plan and ranks (the
-profile's fingerprint), and everything else that a pod's memory depends on (`workload`).
+Here evidence may lower a request (ADR 27). It applies only to pods that match the observed ones in model, plan and
+ranks (the profile's fingerprint), and in everything else that a pod's memory depends on (`workload`).
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from spillway.planning.workload import padded
 from spillway.units import MIB, format_bytes
 
 AT_THE_LIMIT = 0.98
-"""Share of a pod's limit: page cache fills a pod, so a peak this high does not show what the pod needs."""
+"""Share of a pod's limit from which a peak is dropped: page cache fills a pod, so such a peak does not show what the
+pod needs."""
 POD_MARGIN = 0.03
 """Margin above observed peaks. They include page cache, which is freed before a process is killed."""
 WORKLOAD_DIGITS = 16
 WITHOUT_MEMORY: dict[str, Any] = {
-    "pod": {"image", "image_pull_secrets"},  # the image as it is resolved
+    "pod": {"image", "image_pull_secrets"},  # `workload` has the resolved image
     "scheduling": True,
     "lifecycle": True,
     "managed_by": True,
     "suspend": True,
     "objective": True,
     "checkpoint": {"claim", "sub_path"},
-    "parallelism": {"device"},  # the plan says what Auto came to
+    "parallelism": {"device"},  # `workload` has the device of the plan
     "training": {"seed": True, "schedule": True, "optimizer": {"learning_rate", "betas", "eps", "weight_decay"}},
 }
-"""Fields of a spec that change no byte of a pod."""
+"""Fields of a spec that do not affect a pod's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PodPeak:
-    """Peak of a pod's cgroup, as its trainer reports it."""
+    """Peak memory of a pod's cgroup, as reported by its trainer."""
 
     peak_bytes: int
     """Including page cache."""
@@ -52,38 +53,41 @@ class PodPeak:
     limit_bytes: int
     """This pod's limit."""
     is_whole: bool
-    """Whether it did all that a run does: built the corpus, trained all steps, wrote the last checkpoint."""
+    """Whether the pod did everything that a run does: built the corpus, trained all steps, wrote the last
+    checkpoint."""
     workload: str
-    """What it did: see workload()."""
+    """Hash of what the pod did: see workload()."""
 
     @property
     def is_its_own(self) -> bool:
-        """No cgroup exceeds its limit: more is what another one held, a node's for example."""
+        """Whether the peak is of the pod's own cgroup: no cgroup exceeds its limit, so a larger figure belongs to
+        another one, for example the node's."""
         return self.peak_bytes <= self.limit_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PodEvidence:
-    """Of one MemoryProfile."""
+    """What pods used with one plan, from one MemoryProfile."""
 
     workload: str
     peak_bytes: int
-    """95th percentile of the recent runs' peaks, newer ones weigh more"""
+    """95th percentile of the recent runs' peaks; newer ones weigh more."""
     highest_bytes: int
-    """Of the recent runs."""
+    """Highest peak of the recent runs."""
     counted_bytes: int
-    """Least bytes counted for them."""
+    """Fewest bytes that were counted for one of these pods."""
     num_runs: int
 
     def request_bytes(self, counted_bytes: int) -> int:
-        """Whole MiB; never below the highest recent peak, nor far from what is counted. Where more is counted now than
-        when the peaks were seen, by a correction or by a newer version, so much more."""
+        """Returns the request in whole MiB: never below the highest recent peak, nor implausibly far from the counted
+        bytes. If more bytes are counted now than when the peaks were observed, because of a correction or a newer
+        version, the difference is added."""
         wanted = max(ceil(self.peak_bytes * (1.0 + POD_MARGIN)), self.highest_bytes)
         more = max(0, counted_bytes - self.counted_bytes)
         return padded(plausible(counted_bytes, wanted + more), MIB)
 
     def sentence(self, counted_bytes: int) -> str:
-        """Why a pod requests what it does."""
+        """Says why a pod requests this much memory."""
         runs = "one run" if self.num_runs == 1 else f"{self.num_runs} runs"
         return (
             f"a pod requests {format_bytes(self.request_bytes(counted_bytes))} instead of the computed "
@@ -94,15 +98,15 @@ class PodEvidence:
 
 @dataclass(frozen=True, slots=True)
 class SeenPods:
-    """What is known when a job is placed."""
+    """Evidence that is known when a job is placed."""
 
     known: Mapping[str, PodEvidence] = field(default_factory=dict)
-    """Fingerprint of model and plan -> what pods took."""
+    """Fingerprint of model and plan -> evidence from its pods."""
     image: str = ""
     """The job's trainer image."""
 
     def of(self, fingerprint: str, spec: TrainingJobSpec, plan: MemoryPlan) -> PodEvidence | None:
-        """What pods of the job took with the plan; None if there were none."""
+        """Returns the evidence from pods that ran this job with this plan; None if there were none."""
         seen = self.known.get(fingerprint)
         return seen if seen is not None and seen.workload == workload(spec, plan, self.image) else None
 
@@ -111,9 +115,9 @@ NO_PODS_SEEN = SeenPods()
 
 
 def workload(spec: TrainingJobSpec, plan: MemoryPlan, image: str) -> str:
-    """16 hexadecimal digits of a hash over all that a pod's memory may depend on apart from model, plan and ranks:
-    every field of the spec except WITHOUT_MEMORY (so new fields count); the device that Auto resolved to; the trainer's
-    image; and threads, which have buffers of their own."""
+    """Returns 16 hexadecimal digits of a hash over everything, apart from model, plan and ranks, that a pod's memory
+    may depend on: every field of the spec except WITHOUT_MEMORY (so new fields count); the device that Auto resolved
+    to; the trainer's image; and the numbers of threads, because threads have buffers of their own."""
     decides = {
         "spec": spec.model_dump(mode="json", exclude_none=True, exclude=WITHOUT_MEMORY),
         "device": plan.device,
@@ -126,17 +130,18 @@ def workload(spec: TrainingJobSpec, plan: MemoryPlan, image: str) -> str:
 
 
 def may_be_seen(spec: TrainingJobSpec) -> bool:
-    """Whether one pod's peak predicts the next one's. Of several pods only the first reports; of a sweep it is unknown
-    which members a run held together; and a live correction may need what a run left unused. Only mode Auto decides
-    requests."""
+    """Whether a pod's peak predicts that of the next pod and may decide its request. If there are several pods, only
+    the first reports; for a sweep, it is unknown which members a run held at the same time; and a live correction may
+    need memory that a run left unused. Requests are decided only in mode Auto, unless the spec gives the pod's
+    memory."""
     alone = spec.parallelism.nodes == 1 and not spec.members
     decides = spec.memory.mode == "Auto" and spec.pod.resources.memory is None
     return decides and alone and not spec.memory.advanced.activations.host_reserve
 
 
 def with_peak(known: ObservedPod | None, spec: TrainingJobSpec, pod: PodPeak, attempt: str) -> ObservedPod | None:
-    """The evidence after `attempt` (<job>-<number>) reported the peak of its `pod`; None if nothing changes. A peak at
-    the limit is page cache and is dropped. Another workload starts over. Within an attempt peaks only rise."""
+    """Returns the evidence after `attempt` (<job>-<number>) reported the peak of its `pod`; None if nothing changes. A
+    peak at the limit is page cache and is dropped. Another workload starts over. Within an attempt, peaks only rise."""
     if not (may_be_seen(spec) and pod.is_whole and pod.is_its_own and pod.counted_bytes):
         return None
     if not 0 < pod.peak_bytes < AT_THE_LIMIT * pod.limit_bytes:
@@ -160,8 +165,8 @@ def with_peak(known: ObservedPod | None, spec: TrainingJobSpec, pod: PodPeak, at
 
 
 def evidence_of(profile: MemoryProfile) -> PodEvidence | None:
-    """None without observations, or if a pod ran out of memory and none has taken more since: the need is then
-    unknown."""
+    """Returns the profile's evidence; None without observations, or if a pod ran out of memory and none has used more
+    since, because the need is then unknown."""
     pod, bound = profile.pod, profile.lower_bounds.pod
     peaks = () if pod is None else tuple(size for size in pod.recent if size > 0)
     if pod is None or not peaks:

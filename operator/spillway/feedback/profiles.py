@@ -1,7 +1,7 @@
 """Converts NodeProfiles to NodeSpecs and observed peaks to MemoryProfiles. Pure.
 
-A MemoryProfile belongs to a fingerprint: everything that a rank's bytes depend on. What is reported is not believed
-blindly: a figure far from its prediction is cut to a plausible range and marked.
+A MemoryProfile belongs to a fingerprint: everything that a rank's bytes depend on. Reports are not trusted blindly: a
+figure far from its prediction is cut to a plausible range and marked.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from spillway.update_rules import MomentType, UpdateRule
 FINGERPRINT_DIGITS = 16
 DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 MOST_JOBS = 64
-"""Jobs whose last attempt a profile remembers."""
+"""Most jobs whose last attempt a profile remembers."""
 MOST_NAMED = 3
-"""Rates in a sentence."""
+"""Most rates that a sentence names."""
 LONGEST_PLAN = 512
 LONGEST_MODEL = 256
-"""Characters of MemoryProfile.spec.plan."""
+"""Most characters of MemoryProfile.spec.plan and .model."""
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
 
 
 def measured(profile: NodeProfileSpec, node: NodeSpec) -> NodeSpec:
-    """`node` with the profile's figures; what it leaves out stays. The name is the class's, not the node's, and rates
-    are rounded to two digits, so that nodes measured alike are planned for as one class."""
+    """Returns `node` with the profile's figures; those that the profile lacks stay. The name is the class's, not the
+    node's, and rates are rounded to two digits, so that nodes with similar measurements are planned for as one
+    class."""
     capacities = {
         "device_bytes": profile.device_memory,
         "host_bytes": profile.host_memory,
@@ -56,7 +57,8 @@ def measured(profile: NodeProfileSpec, node: NodeSpec) -> NodeSpec:
 
 
 def with_rates(profile: NodeProfileSpec, node: NodeSpec) -> NodeSpec:
-    """`node` with the profile's rates as they were measured; its capacities stay, because they are what is free now."""
+    """Returns `node` with the profile's rates as measured; its capacities stay, because they are the bytes that are
+    free now."""
     own = {name: value for name, value in profile if name in RATES and value is not None}
     link = {name: value for name, value in profile.link if value is not None}
     return replace(node, **own, name=_name(profile, node), link=replace(node.link, **link))
@@ -69,7 +71,7 @@ def _name(profile: NodeProfileSpec, node: NodeSpec) -> str:
 RATES = tuple(
     name for name in NodeProfileSpec.model_fields if name.endswith(("_per_second", "_overhead_seconds"))
 )  # fmt: skip
-"""Fields that say how fast, not how much; the link has its own."""
+"""Fields that are rates, not capacities; those of the link are separate."""
 
 
 LINK_RATES = ("h2d_bytes_per_second", "d2h_bytes_per_second")
@@ -82,19 +84,20 @@ CATALOG_RATES = (
     "nvme_read_bytes_per_second",
     "nvme_write_bytes_per_second",
 )
-"""Together with LINK_RATES, all that a plan for one device takes from the catalog if nothing was measured; the cost of
-operations other than matrix products is part of the catalog's FLOP rates."""
+"""Together with LINK_RATES, all rates that a plan for one device takes from the catalog if nothing was measured; the
+cost of operations other than matrix products is part of the catalog's FLOP rates."""
 
 
 def has_rates(profile: NodeProfileSpec) -> bool:
-    """Whether anything was measured; capacities say how much, not how fast."""
+    """Whether any rate was measured; capacities are not rates."""
     return any(getattr(profile, name) is not None for name in RATES) or any(
         getattr(profile.link, name) is not None for name in LINK_RATES
     )
 
 
 def rates_sentence(profile: NodeProfileSpec, where: str = "") -> str:
-    """measured rates; or 3 of 9 measured, and whose the others are. `where`: on which day, in which file."""
+    """Says whether the rates are measured; if only some are, how many, and which are the catalog's. `where`: on which
+    day or in which file they were measured."""
     given = {name: getattr(profile, name) for name in CATALOG_RATES}
     given |= {name: getattr(profile.link, name) for name in LINK_RATES}
     missing = [_camel(name) for name, rate in given.items() if rate is None]
@@ -118,7 +121,7 @@ class ProfileMetadata(Fields):
 
 
 class NodeProfile(Fields):
-    """The document: what a cluster holds, and what `spillway calibrate` writes."""
+    """The NodeProfile document that a cluster holds and that `spillway calibrate` writes."""
 
     api_version: Literal["spillway.dev/v1alpha1"] = Field(description="Version of this schema.")
     kind: Literal["NodeProfile"] = Field(description="Kind of the object.")
@@ -127,7 +130,7 @@ class NodeProfile(Fields):
 
 
 def document(name: str, spec: NodeProfileSpec, annotations: Mapping[str, str]) -> dict[str, Any]:
-    """The NodeProfile as plain data; what is not known is left out."""
+    """Returns the NodeProfile as plain data, without figures that are not known."""
     metadata = {"name": name, "annotations": dict(annotations)} if annotations else {"name": name}
     figures = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
     figures = {key: value for key, value in figures.items() if value != {}}
@@ -135,7 +138,8 @@ def document(name: str, spec: NodeProfileSpec, annotations: Mapping[str, str]) -
 
 
 def rates_from(node: NodeSpec, before: NodeSpec, profile: NodeProfileSpec) -> NodeProfileSpec:
-    """`profile` with the rates in which `node` differs from `before`, three digits each: no measurement has more."""
+    """Returns `profile` with the rates in which `node` differs from `before`, rounded to three digits, because no
+    measurement is more precise."""
     own = {name: _rounded(getattr(node, name)) for name in RATES if getattr(node, name) != getattr(before, name)}
     link = {
         name: _rounded(getattr(node.link, name))
@@ -150,7 +154,7 @@ def _rounded(rate: float) -> float:
 
 
 def _given(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are there; rates with two digits."""
+    """Returns the figures that are known, rates with two digits."""
     return {
         name: float(f"{value:.2g}") if isinstance(value, float) else value
         for name, value in figures.items()
@@ -162,8 +166,8 @@ def _given(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def memory_fingerprint(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
-    """16 hexadecimal digits over all that the bytes of a rank depend on: model, sequence, micro-batch, ranks, and what
-    the plan does with them. Budgets, predictions and names do not count."""
+    """Returns 16 hexadecimal digits of a hash over everything that the bytes of a rank depend on: model, sequence
+    length, micro-batch size, ranks, and what the plan does with them. Budgets, predictions and names do not count."""
     decides = {
         "model": spec.model.model_dump(mode="json", exclude_none=True),
         "sequenceLength": spec.training.sequence_length,
@@ -175,18 +179,18 @@ def memory_fingerprint(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
         "optimizer": plan.optimizer.model_dump(mode="json", exclude={"num_threads"}),
         "activations": plan.activations.model_dump(
             mode="json", exclude={"num_io_threads"} | (set() if plan.activations.lean else {"lean"})
-        ),  # profiles of before the lean set
+        ),  # as in profiles from before `lean` existed
         "parameters": plan.parameters.model_dump(mode="json"),
     }
-    if (moments := spec.training.optimizer.rule.moments) != UpdateRule.ADAMW.moments:  # profiles of before other rules
+    if (moments := spec.training.optimizer.rule.moments) != UpdateRule.ADAMW.moments:  # as before other rules existed
         decides["moments"] = moments
     if (kept := spec.training.optimizer.moment_type) is not MomentType.FLOAT32:
         decides["momentType"] = kept
     if plan.snapshot_bytes:
         decides["snapshotBytes"] = plan.snapshot_bytes
-    if plan.parameters.order == "WeightStationary":  # what segments hand on waits for all of them
+    if plan.parameters.order == "WeightStationary":  # boundaries of all micro-batches are held
         decides["numMicroBatches"] = plan.num_micro_batches
-    if plan.members:  # of a sweep, whose bytes are those of all members
+    if plan.members:  # the bytes of a sweep are those of all members
         decides["members"] = [one.model_dump(mode="json", exclude_none=True) for one in spec.members]
         decides["plans"] = [memory_fingerprint(spec, one.plan) for one in plan.members]
     text = json.dumps(decides, sort_keys=True, separators=(",", ":"))
@@ -194,8 +198,8 @@ def memory_fingerprint(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
 
 
 def model_fingerprint(spec: TrainingJobSpec, device: str) -> str:
-    """16 hexadecimal digits over what the error of a prediction depends on, whatever the plan: model, sequence, ranks
-    and kind of device."""
+    """Returns 16 hexadecimal digits of a hash over everything that the error of a prediction depends on, whatever the
+    plan: model, sequence length, ranks, kind of device, kind of optimizer states, and members."""
     optimizer = spec.training.optimizer
     decides = {
         "model": spec.model.model_dump(mode="json", exclude_none=True),
@@ -204,21 +208,21 @@ def model_fingerprint(spec: TrainingJobSpec, device: str) -> str:
         "device": device,
         "states": [optimizer.rule.value, optimizer.moment_type.value],
     }
-    if spec.members:  # a sweep ran out of what all of them hold
+    if spec.members:  # the members of a sweep run out of memory together
         decides["members"] = [one.model_dump(mode="json", exclude_none=True) for one in spec.members]
     text = json.dumps(decides, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
 
 def profile_name(spec: TrainingJobSpec, plan: MemoryPlan) -> str:
-    """Name of the MemoryProfile: llama-6.5m-1f0c2a9d8b7e6543."""
+    """Returns the MemoryProfile's name, such as llama-6.5m-1f0c2a9d8b7e6543."""
     sizes = spec.model.config
     model = "model" if sizes is None else f"{sizes.architecture}-{_parameters(sizes, spec, plan)}"
     return f"{model}-{memory_fingerprint(spec, plan)}".replace(" ", "").lower()
 
 
 def new_profile(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryProfile:
-    """The profile before the first observation."""
+    """Returns the profile as it is before the first observation."""
     model, sizes = spec.model, spec.model.config
     if sizes is not None:
         what = f"{sizes.architecture}, {_parameters(sizes, spec, plan)} parameters"
@@ -244,14 +248,14 @@ def profile_update(
     now: str,
     pod: PodPeak | None = None,
 ) -> MemoryProfile | None:
-    """The profile after `attempt` (<job>-<number>) reported `peaks`, bytes per tier of the rank with the most; None if
-    nothing changes. A tier that was not reported, or that the plan does not use, is unchanged.
+    """Returns the profile after `attempt` (<job>-<number>) reported `peaks` (tier -> bytes of the rank that held most);
+    None if nothing changes. A tier that was not reported, or that the plan does not use, is unchanged.
 
-    An attempt counts once, also when jobs report in turn: it is new when the profile knows none of its job, or an
-    earlier one.
+    Each attempt counts once, even if reports of several jobs alternate: it is new if the profile knows no attempt of
+    its job, or an earlier one.
 
-    `now` is RFC 3339. A figure outside of 0.25 to 4 times the planned is cut to that, and one above what the whole pod
-    held (`pod`) to that.
+    `now` is RFC 3339. A figure outside of 0.25 to 4 times the planned bytes is cut to that range, and one above the
+    peak of the whole pod (`pod`) to that peak.
     """
     profile = existing or new_profile(spec, plan)
     is_new, last_attempts = _counted(profile, attempt)
@@ -277,7 +281,7 @@ def profile_update(
         "clamped": clamped,
         "pod": pods or profile.pod,
         "observed_time": now,
-        "model_fingerprint": model_fingerprint(spec, plan.device),  # one of before may not have it
+        "model_fingerprint": model_fingerprint(spec, plan.device),  # older profiles may lack it
     }
     if is_new:
         changes |= {"attempt": attempt, "last_attempts": last_attempts, "count": profile.count + 1}
@@ -285,21 +289,21 @@ def profile_update(
 
 
 def _without_moved(reported: int, held: TierBytes) -> int:
-    """Subtracts what a live correction may have moved there, up to the reserve: that part of a peak does not show that
-    the prediction was wrong."""
+    """Subtracts the bytes that a live correction may have moved to this tier, at most the reserve: that part of a peak
+    does not show that the prediction was wrong."""
     return reported - min(held.reserve, max(0, reported - held.predicted))
 
 
 def _most_in_the_pod(plan: MemoryPlan, pod: PodPeak | None) -> dict[Tier, int]:
-    """Bytes that a rank can have held per tier, by the peak of its pod: on a CPU the device is host memory, too. On a
-    GPU drivers pin memory that no cgroup counts."""
+    """Returns tier -> most bytes that a rank can have held, by the peak of its pod: on a CPU the device is host memory,
+    too. On a GPU there is no such bound, because drivers pin memory that no cgroup counts."""
     if pod is None or not pod.peak_bytes or not pod.is_its_own or plan.device != "Cpu":
         return {}
     return {Tier.DEVICE: pod.peak_bytes, Tier.HOST: pod.peak_bytes}
 
 
 def _counted(profile: MemoryProfile, attempt: str) -> tuple[bool, tuple[str, ...]]:
-    """Whether `attempt` is not counted yet, and the last attempts of all jobs with it."""
+    """Returns whether `attempt` is not counted yet, and the last attempts of all jobs, including it."""
     job, number = _job_and_number(attempt)
     known = profile.last_attempts or ((profile.attempt,) if profile.attempt else ())
     if number <= max((counted for name, counted in map(_job_and_number, known) if name == job), default=0):
@@ -332,10 +336,10 @@ def _with_quantiles(observed: ObservedBytes, recent: Sequence[int]) -> ObservedB
 def profile_after_failure(
     existing: MemoryProfile | None, spec: TrainingJobSpec, failure: MemoryFailure, now: str
 ) -> MemoryProfile | None:
-    """The profile of the plan that ran out of memory, with that lower bound; None when it says nothing new. Nor does a
-    plan that was never to fit its limit, as modes other than Auto may have: its prediction was right. A pod that got
-    less than is counted, by evidence, is another matter: that was not enough.
-    """
+    """Returns the profile of the plan that ran out of memory, with the lower bound from this failure; None if the
+    failure says nothing new. It says nothing either if the plan was never expected to fit its limit, which is possible
+    in modes other than Auto: its prediction was right. A pod that requested less than the counted bytes, because of
+    evidence, is different: its request was too small."""
     profile = existing or new_profile(spec, failure.plan)
     kind = "pod" if failure.tier is None else failure.tier.value
     known: LowerBound | None = getattr(profile.lower_bounds, kind)
@@ -355,19 +359,20 @@ def profile_after_failure(
 
 
 def ratio(bound: LowerBound) -> float:
-    """Of held to planned bytes, as far as it is plausible; below 1 for a pod that got less than is counted."""
+    """Returns held over planned bytes, at most MOST_PLAUSIBLE; below 1 for a pod that requested less than the counted
+    bytes."""
     return min(bound.held / max(1, bound.planned), MOST_PLAUSIBLE)
 
 
 def observed_corrections(profiles: Iterable[MemoryProfile]) -> Corrections:
-    """Corrections of predictions for a model's next job, from all its profiles. An observed peak counts with a small
-    margin. If memory ran out and no peak as high was observed since, the excess is unknown: the bound counts with the
-    ladder's first margin. Never below the prediction, because a low peak may have been luck."""
+    """Returns the corrections of predictions for a model's next job, from all profiles of the model. An observed peak
+    counts with a small margin. If memory ran out and no peak as high was observed since, the excess is unknown, so the
+    lower bound counts with the ladder's first margin. No factor is below 1, because a low peak may have been luck."""
     known = tuple(profiles)
     factors, sentences = {}, []
     for kind in (*(tier.value for tier in Tier), "pod"):
         bound, seen = _most(known, kind)
-        bound = bound if bound >= 1.0 else 0.0  # less than is predicted was not enough: that may still be
+        bound = bound if bound >= 1.0 else 0.0  # a bound below 1 does not show that the prediction is too low
         factor = seen * (1.0 + OBSERVED_MARGIN) if seen >= bound else bound * (1.0 + MARGINS[0])
         if seen > 1.0 or bound:
             factors[kind] = round(max(1.0, factor), 4)
@@ -381,13 +386,14 @@ def observed_corrections(profiles: Iterable[MemoryProfile]) -> Corrections:
 
 
 def _most(profiles: Sequence[MemoryProfile], kind: str) -> tuple[float, float]:
-    """The largest lower bound and the largest peak, times the predicted bytes; 0 where there is none."""
+    """Returns the largest lower bound and the largest peak, in multiples of the predicted bytes; 0 where there is
+    none."""
     bounds = [bound for one in profiles if (bound := getattr(one.lower_bounds, kind)) is not None]
     return max(map(ratio, bounds), default=0.0), max((_seen(one, kind) for one in profiles), default=0.0)
 
 
 def _seen(profile: MemoryProfile, kind: str) -> float:
-    """Times the predicted bytes; 0 = not seen."""
+    """Returns the observed peak in multiples of the predicted bytes; 0 if none was observed."""
     if kind == "pod":
         pod = profile.pod
         peak, planned = (0, 0) if pod is None else (pod.p95, pod.counted)
@@ -398,8 +404,8 @@ def _seen(profile: MemoryProfile, kind: str) -> float:
 
 
 def observed_pods(profiles: Iterable[MemoryProfile]) -> dict[str, PodEvidence]:
-    """Fingerprint -> what pods took, of the profiles of one model. Nothing where memory ran out and no peak as high was
-    seen since: then bytes may come that no pod has shown yet."""
+    """Returns fingerprint -> evidence from pods, for the profiles of one model. Empty if memory ran out and no peak as
+    high was observed since, because pods may then need more than any pod has shown."""
     known = tuple(profiles)
     most = (_most(known, kind) for kind in (Tier.DEVICE.value, Tier.HOST.value, "pod"))
     if any(bound > seen for bound, seen in most):
@@ -409,12 +415,13 @@ def observed_pods(profiles: Iterable[MemoryProfile]) -> dict[str, PodEvidence]:
 
 
 def observed_peaks(profile: MemoryProfile) -> dict[str, int]:
-    """Largest peak per tier, of those that were observed."""
+    """Returns tier -> largest peak, for the tiers that were observed."""
     return {tier: observed.max for tier, observed in profile.peaks if observed is not None}
 
 
 def evidence(name: str, plan: MemoryPlan, peaks: Mapping[str, int], pod: PodEvidence | None = None) -> ProfileEvidence:
-    """What profile `name` shows for the plan, for status.plan; `pod` if it decided the pod's request."""
+    """Returns, for status.plan, what the profile `name` shows for the plan; `pod` is given if it decided the pod's
+    request."""
     shown = [
         f"{tier} {format_bytes(peaks[tier])} of {format_bytes(plan.bytes[tier].total)} planned"
         for tier in Tier
@@ -433,7 +440,7 @@ def evidence(name: str, plan: MemoryPlan, peaks: Mapping[str, int], pod: PodEvid
 
 
 def summary(plan: MemoryPlan) -> str:
-    """Where the memory of a rank lives, in a sentence."""
+    """Says in a sentence in which tiers the memory of a rank is."""
     held = [f"{format_bytes(plan.bytes[tier].total)} {tier}" for tier in Tier if plan.bytes[tier].total]
     return f"{', '.join(held)} a rank; {'; '.join(plan.reasons)}"
 

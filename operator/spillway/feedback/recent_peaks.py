@@ -7,9 +7,9 @@ from collections.abc import Sequence
 LEAST_PLAUSIBLE, MOST_PLAUSIBLE = 0.25, 4.0
 """Multiples of the planned bytes."""
 MOST_RECENT = 16
-"""Peaks that a profile remembers per tier, or per pod."""
+"""Most peaks that a profile remembers for each tier, and for the pod."""
 HALF_LIFE = 4.0
-"""Attempts after which a peak counts half."""
+"""Number of attempts after which a peak counts half."""
 
 
 def plausible(planned: int, reported: int) -> int:
@@ -17,7 +17,8 @@ def plausible(planned: int, reported: int) -> int:
 
 
 def quantile(recent: Sequence[int], share: float) -> int:
-    """The least peak that, with all smaller ones, has `share` of the weight; the newest, which is last, weighs most."""
+    """Returns the smallest peak that, together with all smaller ones, has at least `share` of the weight; the newest
+    peak, which is last, weighs most."""
     weights = [0.5 ** (age / HALF_LIFE) for age in range(len(recent) - 1, -1, -1)]
     reached, wanted = 0.0, share * sum(weights)
     for peak, weight in sorted(zip(recent, weights, strict=True)):

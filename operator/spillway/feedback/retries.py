@@ -1,7 +1,7 @@
 """What happens after an attempt ends, by reason: one table for the operator and `spillway run`.
 
-An attempt is repeated when that can help, from the last committed checkpoint; when memory ran out, under another plan
-(ladder.py). A failure that would only repeat (same bytes, same numbers) ends the job with the trainer's own sentence.
+If it can help, another attempt starts from the last committed checkpoint; after memory ran out, it has another plan
+(ladder.py). A failure that would only repeat (same bytes, same numbers) ends the job with the trainer's own message.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ NODE_LOST = "NodeLost"
 POD_DELETED = "PodDeleted"
 """Deleted or evicted from outside: a disruption, not a failure."""
 EVICTED = "Evicted"
-"""By the kubelet, because the node or the pod's volume ran out of space."""
+"""Evicted by the kubelet, because the node or the pod's volume ran out of space."""
 JOB_DELETED = "JobDeleted"
 """The attempt's Job was deleted."""
 GANG_YIELDED = "GangYielded"
-"""Only some of its pods had nodes: the operator released them."""
+"""Only some of the attempt's pods had nodes, so the operator released these nodes."""
 REPLANNED = "Replanned"
-"""The scheduler found no node for its pods, and another plan fits what is free."""
-STALLED = "Stalled"
+"""The scheduler found no node for the attempt's pods, and another plan fits what is free."""
+NO_PROGRESS = "NoProgress"
 """No step for lifecycle.stallSeconds: the operator ended the attempt."""
 DEADLINE_EXCEEDED = "DeadlineExceeded"
 """Attempts ran for lifecycle.activeDeadlineSeconds."""
@@ -59,7 +59,7 @@ RETRIES: dict[str, Retry] = {
     ExitCode.SPILL_IO_ERROR.reason: Retry.COUNTED,
     ExitCode.FENCED.reason: Retry.COUNTED,
     ExitCode.DEVICE_FAULT.reason: Retry.COUNTED,
-    STALLED: Retry.COUNTED,
+    NO_PROGRESS: Retry.COUNTED,
     ExitCode.PREEMPTED.reason: Retry.FREE,
     NODE_LOST: Retry.FREE,
     POD_DELETED: Retry.FREE,
@@ -68,17 +68,17 @@ RETRIES: dict[str, Retry] = {
     REPLANNED: Retry.FREE,
     **dict.fromkeys(MEMORY_ERRORS, Retry.REPLANNED),
 }
-"""Every other reason: NEVER."""
+"""Reason -> whether another attempt follows; for every other reason, NEVER."""
 
 
 FAULTS_OF_A_NODE = frozenset({ExitCode.DEVICE_FAULT.reason, ExitCode.SPILL_IO_ERROR.reason})
-"""The job does not use the node again."""
-CRASHES = frozenset({RANK_CRASHED, STALLED})
-"""Nor after two of these in a row on one node."""
+"""Reasons that speak against the node, which the job then avoids."""
+CRASHES = frozenset({RANK_CRASHED, NO_PROGRESS})
+"""Reasons that speak against a node if two attempts in a row end with them there."""
 
 
 def is_fault_of_node(reason: str, node: str, reason_before: str, node_before: str) -> bool:
-    """Whether an attempt that ended with `reason` on `node` speaks against the node."""
+    """Whether the end of an attempt with `reason` on `node` counts as the node's fault."""
     again = reason in CRASHES and reason_before in CRASHES and node == node_before
     return bool(node) and (reason in FAULTS_OF_A_NODE or again)
 

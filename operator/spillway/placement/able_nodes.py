@@ -16,26 +16,30 @@ from spillway.planning.pod_resources import PodResources
 from spillway.units import GIB, MIB, format_bytes
 
 GPU_PRODUCT = "nvidia.com/gpu.product"
-"""Label of NVIDIA's feature discovery. It gives the memory of one unit of a resource (nvidia.com/gpu.memory) in MiB."""
+"""Label with the name of a node's GPUs, set by NVIDIA's feature discovery, which also gives the memory of one unit of a
+resource in MiB (nvidia.com/gpu.memory)."""
 MIG_USABLE = 0.95
-"""Share of its nominal size that a MIG instance has, where no label says: 4864 MiB of 5 GB."""
+"""Share of its nominal size that a MIG instance has, if no label says the size: 4864 MiB of 5 GB."""
+MAX_AVOIDED = 8
+"""Most nodes with faults that a pod's affinity excludes."""
 TRANSIENT_TAINTS = "node.kubernetes.io/"
 """Prefix of the taints that the node controller sets and removes."""
 
 
 class Needs(NamedTuple):
-    """What one pod needs of a node, whatever is planned for it."""
+    """What one pod needs from a node, whatever its plan is."""
 
     device: DeviceKind
     memory_bytes: int
     storage_bytes: int
     """Ephemeral storage."""
     runtime_bytes: int = 0
-    """Of the memory: what its processes take without a model."""
+    """The part of `memory_bytes` that its processes take without a model."""
 
 
 def could_carry(spec: JobSpec, needs: Needs, nodes: Sequence[NodeView]) -> tuple[list[NodeView], list[tuple[int, str]]]:
-    """Nodes that could carry a pod some day, and what the others lack: (how near it came, sentence)."""
+    """Returns the nodes that could ever carry a pod, and what each of the others lacks: (conditions that it meets,
+    sentence)."""
     able, misses = [], []
     for view in nodes:
         miss = _miss(spec, needs, view)
@@ -49,7 +53,8 @@ def could_carry(spec: JobSpec, needs: Needs, nodes: Sequence[NodeView]) -> tuple
 def _miss(  # noqa: PLR0911 - one line per condition
     spec: JobSpec, needs: Needs, view: NodeView
 ) -> tuple[int, str] | None:
-    """What keeps `view` from ever carrying a pod, and how many conditions it met before; None = nothing."""
+    """Returns how many conditions `view` meets and a sentence about the first that it does not; None if it could carry
+    a pod."""
     device, ranks = needs.device, spec.parallelism.devices_per_node
     if view.is_declared and view.profile is not None and view.profile.device_kind != device:
         return 0, f"{view.name} has {view.profile.device_kind} devices, the job needs {device} devices"
@@ -91,22 +96,23 @@ def _miss(  # noqa: PLR0911 - one line per condition
 
 
 def pod_tolerations(spec: JobSpec, device: DeviceKind) -> tuple[Toleration, ...]:
-    """The job's, and those of nodes kept for the pod's extended resources: what the API server adds where its admission
-    plugin ExtendedResourceToleration is on."""
+    """Returns the job's tolerations, and those for nodes that are reserved for the pod's extended resources. The API
+    server adds the latter if its admission plugin ExtendedResourceToleration is on."""
     names = [*([spec.pod.resource_name] if device == "Cuda" else ()), *spec.pod.resources.extended]
     own = [Toleration(key=name, operator="Exists", effect="NoSchedule") for name in names]
     return (*spec.scheduling.tolerations, *(one for one in own if one not in spec.scheduling.tolerations))
 
 
 def _repels(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
-    """True when the taint keeps pods away for good."""
+    """Whether the taint keeps pods away permanently."""
     if taint.effect == "PreferNoSchedule" or taint.key.startswith(TRANSIENT_TAINTS):
         return False
     return not any(tolerates(toleration, taint) for toleration in tolerations)
 
 
 def tolerates(toleration: Toleration, taint: Taint) -> bool:
-    """As the scheduler and the node lifecycle controller see it, however long it is tolerated."""
+    """Whether the taint is tolerated, for however long, by the rules of the scheduler and the node lifecycle
+    controller."""
     if toleration.effect not in ("", taint.effect):
         return False
     if toleration.operator == "Exists":
@@ -122,11 +128,17 @@ def no_node(nodes: Sequence[NodeView], misses: Sequence[tuple[int, str]]) -> str
 
 
 def sound_nodes(able: Sequence[NodeView], avoided: frozenset[str]) -> tuple[list[NodeView], tuple[str, ...]]:
-    """Those without faults, or all if each has some; and the names of the others."""
+    """Returns the nodes without faults, or all of them if each has faults; and the names of at most MAX_AVOIDED that
+    were left out."""
     sound = [view for view in able if view.name not in avoided]
     if not sound:
         return list(able), ()
-    return sound, tuple(sorted(view.name for view in able if view.name in avoided))
+    return sound, tuple(sorted(view.name for view in able if view.name in avoided)[:MAX_AVOIDED])
+
+
+def without(avoided: Sequence[str]) -> str:
+    """Returns what a placement's reason says of the nodes that were left out."""
+    return f"; not on {', '.join(avoided)}, where attempts failed" if avoided else ""
 
 
 def ready_now(views: Sequence[NodeView]) -> list[NodeView]:
@@ -134,7 +146,7 @@ def ready_now(views: Sequence[NodeView]) -> list[NodeView]:
 
 
 def pods_on(view: NodeView, pod: PodResources) -> int:
-    """Pods that fit the node, by what is requested of memory, disk, cores and devices."""
+    """Returns how many of these pods fit on the node, by their requests for memory, disk, cores and devices."""
     counts = [
         view.allocatable_memory_bytes // pod.memory_bytes,
         view.allocatable_ephemeral_bytes // pod.ephemeral_storage_bytes,
@@ -150,22 +162,22 @@ class GpuPart(NamedTuple):
     """What one unit of a resource is: a whole device, a MIG instance, or a share of a device that several pods use."""
 
     name: str
-    """mig-1g.5gb, 1-of-4; empty: the whole device"""
+    """Such as mig-1g.5gb or 1-of-4; empty: the whole device."""
     memory_bytes: int | None
-    """None: its labels do not say."""
+    """None: the labels do not say."""
     of_compute: float = 1.0
     of_bandwidth: float = 1.0
 
 
 _MIG = re.compile(r"(?:^nvidia\.com/mig|-MIG)-(\d+)g\.(\d+)gb")
 _PART_OF = re.compile(r"(?:-MIG-\d+g\.\d+gb\S*?)?(?:-SHARED)?$")
-"""What NVIDIA's feature discovery adds to the product of a device that is divided."""
+"""Suffix that NVIDIA's feature discovery adds to the product name of a divided device."""
 MIG_COMPUTE_SLICES, MIG_MEMORY_SLICES = 7, 8
 
 
 def gpu_part(labels: Mapping[str, str], resource_name: str) -> GpuPart:
-    """By the resource and the labels of NVIDIA's feature discovery. Pods that share a device by time or MPS get equal
-    shares of its memory, whatever the other pods do."""
+    """Returns what one unit of the resource is, by its name and the labels of NVIDIA's feature discovery. Pods that
+    share a device by time slicing or MPS get equal shares of its memory, whatever the other pods do."""
     is_mig = resource_name.startswith("nvidia.com/mig-")
     mig = _MIG.search(resource_name if is_mig else labels.get(GPU_PRODUCT, ""))
     of = resource_name if is_mig else "nvidia.com/gpu"
@@ -185,8 +197,8 @@ def gpu_part(labels: Mapping[str, str], resource_name: str) -> GpuPart:
 
 
 def base_node(view: NodeView, device: DeviceKind, resource_name: str) -> NodeSpec:
-    """Rates and device of a node: measured (NodeProfile) where there is a profile of this kind of device, else the
-    catalog's, with as many devices as it has of the extended resource `resource_name`."""
+    """Returns the rates and devices of a node: the measured ones if it has a NodeProfile for this kind of device, else
+    those of the catalog, with as many devices as the node has of the extended resource `resource_name`."""
     if view.profile is not None and view.profile.device_kind == device:
         return view.profile
     cores = max(1, int(view.allocatable_cores))

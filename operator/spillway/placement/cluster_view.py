@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from spillway.feedback.pod_evidence import PodEvidence
-from spillway.plan import DeviceKind
+from spillway.plan import DeviceKind, Strategy
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.hardware import NodeSpec
 from spillway.planning.model_shape import ModelShape
@@ -14,10 +14,10 @@ from spillway.planning.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class LiveBytes:
-    """Free bytes of a node now, and how its memory fares, from metrics; None = no series."""
+    """A node's free bytes now, and how much its memory stalls, from metrics; None = no series."""
 
     devices: tuple[int, ...] = ()
-    """Of each device."""
+    """Free bytes of each device."""
     host: int | None = None
     nvme: int | None = None
     memory_stalled: float | None = None
@@ -26,7 +26,8 @@ class LiveBytes:
     """StorageClass -> free bytes of its emptiest drive, where the node exporter knows the class's drives."""
 
     def of_devices(self, unrequested: int | None) -> int | None:
-        """Of the tightest of the devices that no pod requests, which are the freest; of all if that is not known."""
+        """Returns the free bytes of the fullest among the `unrequested` devices that no pod requests, which are taken
+        to be the emptiest ones; among all devices if their number is not known (None)."""
         if not self.devices:
             return None
         count = len(self.devices) if unrequested is None else min(max(1, unrequested), len(self.devices))
@@ -42,7 +43,7 @@ class Taint:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What pods request, in sum."""
+    """Sum of the requests of pods."""
 
     cores: float = 0.0
     memory_bytes: int = 0
@@ -65,7 +66,8 @@ NO_REQUESTS = Requests()
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node as far as placement cares. What its DaemonSets and static pods request is not allocatable."""
+    """What placement needs to know about one node. Requests of its DaemonSets and static pods are already subtracted
+    from what is allocatable."""
 
     name: str
     labels: Mapping[str, str]
@@ -81,16 +83,16 @@ class NodeView:
     """Measured capacities and rates (NodeProfile); None: the catalog's class."""
     live: LiveBytes | None = None
     others: Requests | None = None
-    """Of pods that are not the operator's; None: the operator may not list pods."""
+    """Requests of pods that are not the operator's; None: the operator may not list pods."""
     ours: Requests = NO_REQUESTS
-    """Of pods of other TrainingJobs."""
+    """Requests of other TrainingJobs' pods."""
     is_declared: bool = False
-    """It does not exist yet: a node of a class that an administrator declared."""
+    """Whether the node does not exist yet: it is one of a class that an administrator declared."""
     volumes: Mapping[str, int] = field(default_factory=dict)
     """StorageClass -> bytes of the largest volume that can be made for this node, where the driver says."""
 
     def without(self, requests: Requests) -> NodeView:
-        """The node with what these pods leave of it."""
+        """Returns the node with what pods with these requests leave of it."""
         return replace(
             self,
             allocatable_cores=max(0.0, self.allocatable_cores - requests.cores),
@@ -103,32 +105,32 @@ class NodeView:
 
     @property
     def beside_others(self) -> NodeView:
-        """With what pods that are not the operator's leave of it."""
+        """The node with what pods that are not the operator's leave of it."""
         return self.without(self.others or NO_REQUESTS)
 
     @property
     def free(self) -> NodeView:
-        """With what all pods leave of it."""
+        """The node with what all pods leave of it."""
         return self.beside_others.without(self.ours)
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What a placed attempt will take and observation may not show yet."""
+    """What a placed attempt will take on one node, while observations may not show it yet."""
 
     node: str
     device: int
     host: int
     nvme: int
     devices: int = 0
-    """Count; 0 once its pods are among those that the operator lists."""
+    """Number of devices; 0 once the attempt's pods are among those that the operator lists."""
     owner: str = ""
     """Uid of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldDevices:
-    """What another job of ours has until it ends; its pods may still wait for it."""
+    """Devices that another TrainingJob holds until it ends; its pods may still be waiting for them."""
 
     node_class: str
     """NodeSpec.name that its plan was made for"""
@@ -146,9 +148,9 @@ class ClusterView:
 
     nodes: tuple[NodeView, ...] | None = None
     metrics_age_seconds: float | None = None
-    """Age of the snapshot behind `live`; None: there never was one."""
+    """Age of the snapshot that NodeView.live is from; None: there never was one."""
     metrics_problem: str = ""
-    """Why there is none, or why it is stale."""
+    """Why there is no snapshot, or why it is old."""
     metrics_source: str = ""
     """Prometheus, Scrape, or empty when nothing is configured"""
     reservations: tuple[Reservation, ...] = ()
@@ -159,18 +161,21 @@ class ClusterView:
     model_corrections: Mapping[str, Corrections] = field(default_factory=dict)
     """Fingerprint of a model -> corrections of its predictions from MemoryProfiles."""
     observed_pods: Mapping[str, PodEvidence] = field(default_factory=dict)
-    """Fingerprint of model and plan -> what pods took (MemoryProfile)."""
+    """Fingerprint of model and plan -> evidence from its pods (MemoryProfile)."""
     trainer_image: str = ""
-    """Image of jobs that name none."""
+    """Trainer image of jobs that do not name one."""
     corrections: Corrections = NO_CORRECTIONS
-    """What earlier attempts of this job showed."""
+    """Corrections from earlier attempts of this job."""
     shape: ModelShape | None = None
-    """Of the job's model, if it was inspected."""
+    """Shape of the job's model, if it was inspected."""
     as_free: bool = False
-    """Plan for what is free now, not for what the nodes have."""
+    """Whether to plan for what is free now, not for the nodes' capacities."""
     declared: tuple[NodeView, ...] = ()
     """A node of each declared class."""
     avoided: frozenset[str] = frozenset()
     """Nodes with faults, not used while another one can carry the job."""
     device: DeviceKind | None = None
-    """Kind of device of these attempts, because another kind rounds differently; None: there were none."""
+    """Kind of device of earlier attempts, which is kept because another kind rounds differently; None: there were
+    none."""
+    strategy: Strategy | None = None
+    """Strategy of earlier attempts, which is kept because others add gradients in another order."""

@@ -8,6 +8,7 @@ from spillway.api.job_spec import JobSpec
 from spillway.api.script import ScriptJob
 from spillway.api.training_job import TrainingJob
 from spillway.plan import DeviceKind, MemoryPlan
+from spillway.planning.workload import ZERO_STRATEGIES
 
 Job = TypeVar("Job", TrainingJob, ScriptJob, TrainingJob | ScriptJob)
 
@@ -15,25 +16,26 @@ Job = TypeVar("Job", TrainingJob, ScriptJob, TrainingJob | ScriptJob)
 def devices(
     spec: JobSpec, lacking: str, has: str, before: DeviceKind | None, num_ranks: int
 ) -> list[tuple[DeviceKind, str]]:
-    """What the job may run on, best first, each with why where it leaves that open. `lacking`: why there are no GPUs;
-    `has`: which there are; `before`: what its attempts ran on, for another kind rounds otherwise."""
+    """Returns the kinds of device that the job may run on, best first, each with the reason if the job leaves the kind
+    open. `lacking`: why there are no GPUs; `has`: which GPUs there are; `before`: what earlier attempts ran on, which
+    is kept because another kind rounds differently."""
     asked, strategy = spec.parallelism.device, spec.parallelism.strategy
     if asked != "Auto":
         return [(asked, "")]
     if before is not None:
         return [(before, "as in earlier attempts")]
-    if num_ranks > 1 and strategy not in ("Auto", "Ddp"):
+    if num_ranks > 1 and strategy in ZERO_STRATEGIES:
         lacking = f"{strategy} runs on CPUs only so far"
     return [("Cpu", lacking)] if lacking else [("Cuda", has), ("Cpu", "")]
 
 
 def on_device(job: Job, kind: DeviceKind) -> Job:
-    """The job for exactly this kind of device."""
+    """Returns the job for exactly this kind of device."""
     parallelism = job.spec.parallelism.model_copy(update={"device": kind})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"parallelism": parallelism})})
 
 
 def because(plan: MemoryPlan, why: str) -> MemoryPlan:
-    """The plan with this device's reason first; unchanged if there was no choice."""
+    """Returns the plan with the reason for its device first; unchanged if there was no choice."""
     reasons = (f"device: {plan.device}, {why}", *plan.reasons)
     return plan.model_copy(update={"reasons": reasons}) if why else plan

@@ -1,10 +1,10 @@
 """Ranks nodes that could run a pod by their free devices and memory, and explains the ranking.
 
-A pod with devices prefers the node with fewest unrequested devices that has enough, so that whole nodes stay whole.
-Else, and between nodes with as many, headroom decides: a node's free bytes less what is reserved there, in multiples of
-what the pod will take, of the scarcest tier. Differences within the tolerance are noise. A node whose memory stalls is
-not preferred, however much of it is free. Figures that are old or missing widen margins or do not count, and never keep
-a job from starting.
+Among nodes with enough unrequested devices, a pod with devices prefers the one with the fewest, so that empty nodes
+stay empty. Otherwise, and among nodes with equally many, headroom decides: a node's free bytes minus what is reserved
+there, as a multiple of what the pod will take, for the scarcest tier. Differences within the tolerance are noise. A
+node whose memory stalls is not preferred, however much is free. Figures that are old or missing widen margins or do not
+count, and never keep a job from starting.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from spillway.units import format_bytes, format_seconds
 FRESH_SECONDS = 60.0
 """Metrics up to this age count in full."""
 STALE_SECONDS = 300.0
-"""Older ones do not count."""
+"""Metrics older than this do not count."""
 STALE_MARGIN = 1.15
-"""In between, a pod is assumed to need this much more, and differences must be STALE_PATIENCE times as large."""
+"""Between these ages, a pod is assumed to need this many times its bytes, and differences must be STALE_PATIENCE times
+as large."""
 STALE_PATIENCE = 2.0
 TOLERANCE_OF_DEMAND = 0.1
 TOLERANCE_OF_FREE = 0.02
-"""Nodes whose free bytes differ by less than the larger of both are equally good: noise makes no preference."""
+"""Two nodes are equally good if their free bytes differ by at most the larger of these shares, of the pod's demand and
+of the free bytes: noise is no reason to prefer a node."""
 MOST_STALLED = 0.05
 """Share of the time; if all tasks wait for memory longer than this, the kernel is about to reclaim the free bytes."""
 MAX_PREFERENCES = 16
 PACKING_DECAY = 0.8
-"""Weight of a node as a share of that of the one before it, where nodes are packed."""
+"""Weight of a node as a share of the previous node's weight, if nodes are packed."""
 BEST_WEIGHT = 100
 WEIGHT_OF_OTHERS = 50
 """Highest weight of other nodes: half of the scale outweighs kube-scheduler's own scores of otherwise equal nodes."""
 MOST_NAMED = 3
-"""Nodes with memory stalls named in the sentence."""
+"""Most nodes with memory stalls that the sentence names."""
 
 _NAMES = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe space"}
 
@@ -57,7 +59,8 @@ class Ranking:
     """Most preferred first."""
     reason: str
     headroom: Mapping[Tier, int]
-    """Free bytes of the first node, after reservations; without a tier that has no series or takes nothing."""
+    """Free bytes of the first node, after reservations; without tiers that have no series, and without the device tier
+    if the pod takes nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class _Demand:
     tiers: Mapping[Tier, int]
     patience: float
     devices: int
-    """Count."""
+    """Number of devices."""
     resource_name: str
     volume_class: str
     """StorageClass of the spill volume; empty: the node's own disk."""
@@ -84,14 +87,14 @@ class _Room:
     free: Mapping[Tier, int]
     reserved: Mapping[Tier, int]
     scarcest: Tier | None
-    """None: no series of a tier that matters"""
+    """None: no tier that the pod needs has a series."""
     multiple: float
     stalled: float | None
     """Share of the time in which its memory stalled; None: no series."""
     stalls: bool
-    """Whether it stalls for longer than noise."""
+    """Whether its memory stalls for longer than noise would explain."""
     devices: int | None
-    """Devices that nobody requests, where each of them counts: those of a node that the pod fits; None: not known."""
+    """Devices that no pod requests; None: not known, or the pod has no devices or does not fit on the node."""
     all_devices: int
 
 
@@ -103,7 +106,7 @@ def rank(
     cluster: ClusterView,
     volume_class: str = "",
 ) -> Ranking:
-    """The nodes, at least one, of the class `node` by headroom for one pod of `plan`."""
+    """Ranks the nodes of the class `node`, at least one, by their headroom for one pod of `plan`."""
     demand = _demand(plan, pod, cluster, volume_class)
     rooms = [_room(view, node, demand, cluster) for view in views]
     ranked = sorted(rooms, key=_order)
@@ -114,7 +117,7 @@ def rank(
 
 
 def counts(cluster: ClusterView) -> bool:
-    """Whether the live figures are young enough to say anything."""
+    """Whether the live figures are recent enough to be used."""
     return cluster.metrics_age_seconds is not None and cluster.metrics_age_seconds <= STALE_SECONDS
 
 
@@ -142,7 +145,7 @@ def _room(view: NodeView, node: NodeSpec, demand: _Demand, cluster: ClusterView)
     if demand.devices and view.others is not None:
         left = view.free.allocatable_devices.get(demand.resource_name, 0)
         devices = left - sum(reservation.devices for reservation in own)
-    # No more is free than there is, whatever a series says.
+    # Free bytes cannot exceed the capacity, whatever a series says.
     of_class = (found.get(demand.volume_class) for found in (view.volumes, live.volumes))
     volume = min((size for size in of_class if size is not None), default=None)
     seen = {
@@ -151,7 +154,8 @@ def _room(view: NodeView, node: NodeSpec, demand: _Demand, cluster: ClusterView)
         Tier.NVME: volume if demand.volume_class else _at_most(live.nvme, view.allocatable_ephemeral_bytes),
     }
     reserved = {
-        # Of a job whose pods are not listed yet; those of others are not among the devices that nobody requests.
+        # Other jobs' devices are not among the unrequested ones; only if these are not known, their bytes must be
+        # subtracted.
         Tier.DEVICE: sum(reservation.device for reservation in own) if devices is None else 0,
         Tier.HOST: sum(reservation.host for reservation in own),
         Tier.NVME: sum(reservation.nvme for reservation in own),
@@ -177,8 +181,9 @@ def _at_most(free: int | None, capacity: int) -> int | None:
 
 
 def _preferences(ranked: Sequence[_Room], demand: _Demand) -> tuple[Preference, ...]:
-    """Equal weights for equal headroom; none at all when more nodes are equally good than can be named. Where nodes are
-    packed, the first of equal ones has more weight than the next: the scheduler spreads pods that prefer many nodes."""
+    """Returns equal weights for equal headroom; no preferences if more nodes are equally good than can be named. If
+    nodes are packed, even equal nodes get decreasing weights, because the scheduler spreads pods that prefer many
+    nodes."""
     if not ranked:
         return ()
     best = head = ranked[0]
@@ -202,8 +207,8 @@ def _weight(room: _Room, best: _Room) -> int:
 
 
 def _equal(larger: _Room, smaller: _Room, demand: _Demand) -> bool:
-    """The scarcest tiers are equally scarce within the tolerance; a node without series equals only such nodes, and one
-    whose memory stalls only others whose memory does."""
+    """Whether the scarcest tiers are equally scarce within the tolerance. A node without series equals only other such
+    nodes, and a node whose memory stalls only others whose memory stalls."""
     if larger.stalls is not smaller.stalls or larger.devices != smaller.devices:
         return False
     if larger.scarcest is None or smaller.scarcest is None:
@@ -217,7 +222,7 @@ def _equal(larger: _Room, smaller: _Room, demand: _Demand) -> bool:
 
 
 def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
-    """The difference between the best node and the next, with both figures of the scarcest tier."""
+    """Says how the best node differs from the next one that is not equal, with both figures of the scarcest tier."""
     best = ranked[0]
     other = next((room for room in ranked if not _equal(best, room, demand)), None)
     if best.devices is not None and (other is None or other.devices not in (None, best.devices)):
@@ -226,7 +231,7 @@ def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
         others = f", {other.node} {other.devices}; {kept}" if other is not None else ""
         return f"{best.node}: {best.devices} {what}{others}"
     tier = best.scarcest if other is None else other.scarcest or best.scarcest
-    if tier is None and other is not None:  # a stall is all that is known to tell them apart
+    if tier is None and other is not None:  # as far as is known, they differ only in stalls
         return f"{best.node} is preferred to {other.node}"
     if tier is None:
         only = f"{best.node} is the only node of its class"
@@ -240,7 +245,7 @@ def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
 
 
 def _stalls(ranked: Sequence[_Room]) -> str:
-    """Which nodes are not preferred for it, with the first figures; empty where none stalls."""
+    """Says which nodes are not preferred because of stalls, with figures of the first ones; empty if none stalls."""
     found = [f"{room.node} ({room.stalled:.0%} of the time)" for room in ranked if room.stalls]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     why = "not preferred because programs there wait for memory"

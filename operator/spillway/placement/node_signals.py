@@ -1,11 +1,11 @@
 """The Prometheus series and PromQL queries about nodes.
 
-The operator asks it (spillway_operator.measured.metrics_source) and the chart records it (charts/recording_rules.py),
-so that promtool's tests of the rules are tests of the operator's questions, too.
+The operator sends these queries (spillway_operator.measured.metrics_source) and the chart records their results
+(charts/recording_rules.py), so promtool's tests of the rules are also tests of the operator's queries.
 
-Each question is answered by Spillway's own node exporter, by the Prometheus project's or NVIDIA's, or by both. Whose a
-series is says its label `node`, which the scrape configuration sets from the target. What a payload claims (`Hostname`
-and `hostname` of dcgm-exporter, `exported_node`) names nobody.
+Each query is answered by Spillway's own node exporter, by that of the Prometheus project or of NVIDIA, or by both. A
+series belongs to the node in its label `node`, which the scrape configuration sets from the target. Names in a payload
+(`Hostname` and `hostname` of dcgm-exporter, `exported_node`) are not used.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from spillway.units import MIB
 HOST_SERIES = "node_memory_MemAvailable_bytes"
 DISK_SERIES = "node_filesystem_avail_bytes"
 DEVICE_SERIES = "DCGM_FI_DEV_FB_FREE"
-"""MiB"""
+"""In MiB."""
 STALLED_SERIES = "node_pressure_memory_stalled_seconds_total"
 """PSI "full": seconds in which every task that could run waited for memory"""
 MOUNT_POINTS = ("/var/lib/kubelet", "/")
 """Where emptyDirs are: the first of these that is a file system of its own."""
 OLDEST_SAMPLE_SECONDS = 120
-"""Prometheus answers with samples that are up to five minutes old; those of a node that is not scraped are left out"""
+"""Samples older than this are left out: Prometheus answers with samples of the last five minutes, even for a node that
+is no longer scraped."""
 WITH_NODE = 'node!=""'
 
 
 def of_nodes(series: str, *matchers: str) -> str:
-    """The series that are attributed to a node."""
+    """Selects the series that are attributed to a node."""
     return series + "{" + ",".join((WITH_NODE, *matchers)) + "}"
 
 
 def recent(selector: str) -> str:
-    """Samples that are not too old."""
+    """Keeps the samples that are not too old."""
     return f"({selector} and {_is_recent(selector)})"
 
 
 def recent_rate(selector: str) -> str:
-    """Growth per second of counters; of one that is no longer scraped none, though its window still has samples."""
+    """Growth of counters per second; none for a counter that is no longer scraped, although its window still has
+    samples."""
     return f"(rate({selector}[{OLDEST_SAMPLE_SECONDS}s]) and {_is_recent(selector)})"
 
 
@@ -46,14 +48,14 @@ def _is_recent(selector: str) -> str:
 
 
 def worst(operation: str, labels: str, *sources: str) -> str:
-    """`min` or `max` over all sources: a series too many can make a node less attractive, never more. Each source has a
-    label of its own until then, because `or` drops series whose labels an earlier source has, too."""
+    """Takes `min` or `max` over all sources, so that an additional series can only make a node less attractive. Each
+    source has a label of its own until then, because `or` drops series whose labels an earlier source also has."""
     grouped = (f"{operation} by ({labels}) ({samples})" for samples in sources)
     marked = (f'label_replace({samples}, "source", "{number}", "", "")' for number, samples in enumerate(grouped))
     return f"{operation} by ({labels}) ({' or '.join(marked)})"
 
 
-# The questions; `matchers` select further, such as the series of one cluster.
+# The queries; `matchers` select further, for example the series of one cluster.
 
 
 def host_free_bytes(*matchers: str) -> str:
@@ -61,20 +63,20 @@ def host_free_bytes(*matchers: str) -> str:
 
 
 def device_free_bytes(*matchers: str) -> str:
-    """Of each device, or instance of one (MIG)."""
+    """Free bytes of each device, or of each of its MIG instances."""
     theirs = f"{recent(of_nodes(DEVICE_SERIES, *matchers))} * {MIB}"
     labels = ", ".join(("node", *NODE_DEVICE_FREE.labels))
     return worst("min", labels, recent(of_nodes(NODE_DEVICE_FREE.name, *matchers)), theirs)
 
 
 def disk_free_bytes(*matchers: str) -> str:
-    """Of the file systems where emptyDirs can be, and of the drives of each storage class."""
+    """Free bytes of the file systems where emptyDirs can be, and of the drives of each storage class."""
     theirs = of_nodes(DISK_SERIES, f'mountpoint=~"{"|".join(MOUNT_POINTS)}"', *matchers)
     ours = of_nodes(NODE_DISK_FREE.name, *matchers)
     return worst("min", "node, mountpoint, storage_class", recent(ours), recent(theirs))
 
 
 def memory_stalled(*matchers: str) -> str:
-    """Share of the time."""
+    """Share of the time in which memory stalls."""
     both = (NODE_MEMORY_STALLED.name, STALLED_SERIES)
     return worst("max", "node", *(recent_rate(of_nodes(series, *matchers)) for series in both))

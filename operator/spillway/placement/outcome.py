@@ -1,4 +1,4 @@
-"""What placement answers: where a job should run and under which plan, or why nowhere."""
+"""The results of placement: where a job should run and under which plan, or why it can run nowhere."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Placement:
     headroom: Mapping[Tier, int]
     """Free bytes of the preferred node, after reservations."""
     pod: PodResources
-    """What each pod requests, for a text of unknown size."""
+    """Requests of each pod, for a training text of unknown size."""
     required_labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the class (the GPU product): a required affinity, from labels only."""
+    """Labels of the class (the GPU product), for a required affinity; only labels are required."""
     observed: ProfileEvidence | None = None
     """What earlier attempts of this model with this plan showed; None: there were none."""
     avoided: tuple[str, ...] = ()
     """Nodes with faults that no pod may run on."""
     at_once: bool = True
-    """Whether the nodes have room for all pods, by the capacities that were planned for."""
+    """Whether the nodes have room for all pods at once, by the capacities that were planned for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unplaceable:
-    """No node class can carry the job: a value, with the sentence for condition Planned=False."""
+    """No node class can carry the job. A value, not an exception, with the message for condition Planned=False."""
 
     reason: str
     """CamelCase: NoNode, DoesNotFit"""

@@ -3,8 +3,8 @@
     nodes -> those that could carry a pod -> classes of equal nodes -> a plan for each -> the fastest class
           -> its nodes by headroom -> preferences, and one sentence with the figure that decided
 
-The answer is a node class and preferences, never a host name to insist on: kube-scheduler keeps the last word, and a
-stale figure can only make a preference worse. What a pod requests comes from the plan alone (pod_resources.py).
+The answer is a node class and preferences, never a required host name: kube-scheduler decides, and an outdated figure
+can only make a preference worse. A pod's requests come from the plan (pod_resources.py), never from live figures.
 docs/placement.md explains each rule and its constants.
 """
 
@@ -35,6 +35,7 @@ from spillway.placement.able_nodes import (
     pods_on,
     ready_now,
     sound_nodes,
+    without,
 )
 from spillway.placement.cluster_view import (
     NO_REQUESTS,
@@ -50,13 +51,13 @@ from spillway.placement.headroom import Preference, rank
 from spillway.placement.outcome import Placement, Unplaceable
 from spillway.placement.place_script import place_script, place_script_unseen
 from spillway.plan import DeviceKind, Infeasible, MemoryPlan, Strategy, Tier
-from spillway.planning.candidates import TIE
+from spillway.planning.candidates import TIE, run_strategies
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.explain import lacking
 from spillway.planning.hardware import NodeSpec, gpu_node, resolve_node
 from spillway.planning.known_plans import gathered, known_plan
 from spillway.planning.model_shape import ModelShape
-from spillway.planning.planner import Overrides, plan_run, run_strategy, shared_memory
+from spillway.planning.planner import Overrides, plan_run
 from spillway.planning.pod_resources import (
     PLANNED_MARGIN,
     PodResources,
@@ -68,15 +69,13 @@ from spillway.planning.pod_resources import (
     pod_runtime_bytes,
     stopping_for_checkpoints,
 )
-from spillway.planning.workload import RUN_STRATEGY
 from spillway.units import MIB, format_bytes, format_seconds
 
 MAX_CLASSES = 8
-"""Node classes that are planned for, those with most nodes first: a plan takes up to half a second."""
-MAX_AVOIDED = 8
-"""Nodes with faults that a pod's affinity excludes."""
+"""Most node classes that are planned for, those with most nodes first: a plan takes up to half a second."""
 CAPACITY_DIGITS = 5
-"""Binary digits of a class's capacities, rounded down: nodes that differ by a few MiB are one class."""
+"""Binary digits to which a class's capacities are rounded down, so that nodes that differ by a few MiB are one
+class."""
 DEFAULT_RESOURCE: str = Pod.model_fields["resource_name"].default
 """Resource by which a profile's devices are counted, if the node has it and the profile does not say how many there
 are."""
@@ -95,14 +94,15 @@ __all__ = [
 ]
 
 Place = Callable[[TrainingJob | ScriptJob, ClusterView], Placement | Unplaceable]
-"""`place`, or what stands for it"""
+"""`place`, or a function that replaces it."""
 
 
 def place(job: TrainingJob | ScriptJob, cluster: ClusterView) -> Placement | Unplaceable:
-    """The plan for `job` and the nodes it should run on.
+    """Returns the plan for `job` and the nodes it should run on.
 
-    Unplaceable with NoNode when no node could ever carry a pod of it (the nearest miss with its figures), with
-    DoesNotFit when none of the classes has a plan. Of device Auto on GPUs wherever these can carry it.
+    Returns Unplaceable with NoNode when no node could ever carry one of its pods (the message has the nearest miss,
+    with figures), and with DoesNotFit when there is no plan for any class. With device Auto, the job runs on GPUs if
+    any can carry it.
     """
     found, name = list[Unplaceable](), job.spec.pod.resource_name
     ranks = job.spec.num_ranks if isinstance(job, TrainingJob) else job.spec.parallelism.world_size
@@ -123,7 +123,7 @@ def _no_devices(name: str, cluster: ClusterView) -> str:
 
 
 def _place(job: TrainingJob | ScriptJob, cluster: ClusterView) -> Placement | Unplaceable:
-    """On the kind of device that the job names."""
+    """Places the job on the kind of device that it names."""
     device = device_kind(job.spec)
     if cluster.nodes is None:
         return place_script_unseen(job, device) if isinstance(job, ScriptJob) else _without_view(job, cluster)
@@ -155,10 +155,10 @@ def _among(job: TrainingJob, cluster: ClusterView, nodes: tuple[NodeView, ...]) 
     now = ready_now(able)
     corrections = _corrections(job.spec, cluster)
     groups = [
-        replace(group, shape=cluster.shape)
+        replace(group, shape=cluster.shape, kept=cluster.strategy)
         for group in _classes(job.spec, needs, now or able, corrections, _pods_seen(job.spec, cluster))
     ]
-    # To explain a plan takes as long as to find it: of several classes only the chosen one's is explained.
+    # Explaining a plan takes as long as finding it: if there are several classes, only the chosen plan is explained.
     alone = len(groups) == 1
     outcomes = gathered(partial(_outcome, job, group, explained=alone) for group in groups)
     fitting = [outcome for outcome in outcomes if isinstance(outcome, _Choice)]
@@ -178,29 +178,26 @@ def _among(job: TrainingJob, cluster: ClusterView, nodes: tuple[NodeView, ...]) 
         plan=plan,
         node=best.group.node,
         preferences=ranking.preferences,
-        reason=("" if now else waiting) + waiting_for + ranking.reason + _without(avoided),
+        reason=("" if now else waiting) + waiting_for + ranking.reason + without(avoided),
         headroom=ranking.headroom,
         pod=best.pod,
         required_labels=dict(best.group.required_labels),
         observed=_observed(job.spec, plan, cluster, best.seen),
-        avoided=avoided[:MAX_AVOIDED],
+        avoided=avoided,
         at_once=best.num_pods >= job.spec.parallelism.nodes,
     )
 
 
-def _without(avoided: Sequence[str]) -> str:
-    return f"; not on {', '.join(avoided[:MAX_AVOIDED])}, where attempts failed" if avoided else ""
-
-
 def device_kind(spec: JobSpec) -> DeviceKind:
-    """What the pods run on, of a job for exactly one kind."""
+    """Returns what the pods run on, for a job of exactly one kind of device."""
     return "Cuda" if spec.parallelism.device == "Cuda" else "Cpu"
 
 
 def _needs(spec: TrainingJobSpec, shape: ModelShape | None) -> Needs:
-    """What one pod needs beside its plan; for a sweep, what all members need."""
+    """Returns what one pod needs in addition to its plan; for a sweep, what all members need."""
     device = device_kind(spec)
-    runtime = pod_runtime_bytes(spec, spec.parallelism.devices_per_node, device, run_strategy(spec))
+    strategy = run_strategies(spec, spec.num_ranks)[0]
+    runtime = pod_runtime_bytes(spec, spec.parallelism.devices_per_node, device, strategy)
     storage = emptydir_bytes(spec, device, shape=shape)
     return Needs(device, least_memory_bytes(spec, runtime, device), storage, runtime)
 
@@ -210,7 +207,7 @@ def _needs(spec: TrainingJobSpec, shape: ModelShape | None) -> Needs:
 
 @dataclass(frozen=True, slots=True)
 class _NodeClass:
-    """Nodes that one plan is good for."""
+    """Nodes that are equal enough for one plan."""
 
     node: NodeSpec
     """Its capacities are what a pod can use for the plan on every node of the class, rounded down."""
@@ -220,15 +217,17 @@ class _NodeClass:
     corrections: Corrections = NO_CORRECTIONS
     """Corrections of predictions, the same for every class."""
     pods: SeenPods = field(default=NO_PODS_SEEN, compare=False)
-    """What pods took, the same for every class."""
+    """Evidence from pods, the same for every class."""
     shape: ModelShape | None = field(default=None, compare=False)
-    """Of the job's model, if it was inspected; the same for every class."""
+    """Shape of the job's model, if it was inspected; the same for every class."""
+    kept: Strategy | None = field(default=None, compare=False)
+    """Strategy of earlier attempts; the same for every class."""
     views: tuple[NodeView, ...] = ()
 
 
 def _corrections(spec: TrainingJobSpec, cluster: ClusterView) -> Corrections:
-    """What this job showed, and what jobs of the same model did. Mode Advise counts with it and gets no larger pod;
-    mode Disabled plans nothing."""
+    """Returns the corrections from this job's attempts and from jobs of the same model. In mode Advise they apply to
+    the plan but do not enlarge the pod; in mode Disabled nothing is planned."""
     if spec.memory.mode == "Disabled":
         return NO_CORRECTIONS
     known = cluster.model_corrections.get(model_fingerprint(spec, device_kind(spec)), NO_CORRECTIONS)
@@ -237,12 +236,13 @@ def _corrections(spec: TrainingJobSpec, cluster: ClusterView) -> Corrections:
 
 
 def _smaller(job: TrainingJob, corrections: Corrections) -> Iterable[TrainingJob]:
-    """With smaller micro-batches, where that is allowed."""
+    """Yields the job with smaller micro-batches, if these are allowed: after this job ran out of memory."""
     return smaller_micro_batches(job, job.spec.num_ranks) if corrections.after_failure else ()
 
 
 def _pods_seen(spec: TrainingJobSpec, cluster: ClusterView) -> SeenPods:
-    """Nothing for a job that ran out of memory itself: it needs what no pod has shown."""
+    """Returns the evidence from pods; none for a job that ran out of memory itself, because it needs more than any pod
+    has shown."""
     if not may_be_seen(spec) or cluster.corrections != NO_CORRECTIONS:
         return NO_PODS_SEEN
     return SeenPods(cluster.observed_pods, spec.pod.image or cluster.trainer_image)
@@ -262,8 +262,8 @@ def _classes(
 
 
 def _class_of(spec: TrainingJobSpec, needs: Needs, view: NodeView, pod_factor: float = 1.0) -> _NodeClass:
-    """The class of a node, still without views: equal for nodes that differ by noise only. A pod takes `pod_factor`
-    times the memory that is counted for it."""
+    """Returns the class of a node, without views yet: equal for nodes that differ only by noise. A pod takes
+    `pod_factor` times the memory that is counted for it."""
     device = device_kind(spec)
     node = base_node(view, device, spec.pod.resource_name)
     limit = view.allocatable_memory_bytes
@@ -285,13 +285,14 @@ def _class_of(spec: TrainingJobSpec, needs: Needs, view: NodeView, pod_factor: f
 
 
 def _share(spec: TrainingJobSpec, view: NodeView, num_bytes: int) -> int:
-    """What a pod may take of a node where the job names no budget: on GPUs as large a share as of the devices."""
+    """Returns what a pod may take of `num_bytes` of a node if the job names no budget: on GPUs, the same share as of
+    the devices."""
     devices, ranks = view.allocatable_devices.get(spec.pod.resource_name, 0), spec.parallelism.devices_per_node
     return num_bytes * ranks // devices if device_kind(spec) == "Cuda" and devices > ranks else num_bytes
 
 
 def profiled(view: NodeView, profile: NodeProfileSpec) -> NodeView:
-    """The node with what its NodeProfile measured."""
+    """Returns the node with the figures of its NodeProfile."""
     devices = view.allocatable_devices
     most = max(devices, key=lambda name: devices[name], default=DEFAULT_RESOURCE)
     resource_name = DEFAULT_RESOURCE if DEFAULT_RESOURCE in devices else most
@@ -301,12 +302,14 @@ def profiled(view: NodeView, profile: NodeProfileSpec) -> NodeView:
 
 
 def _spill_capacity(spec: TrainingJobSpec, needs: Needs, view: NodeView) -> int:
-    """Room for slabs: the node's ephemeral storage, or the volumes that the storage class makes as large as asked, or
-    as its driver says."""
+    """Returns the bytes that slabs may take: of the node's ephemeral storage, or of volumes of the storage class, which
+    are as large as requested unless its driver names the largest."""
     if spec.spill.storage_class_name:
-        asked = spec.memory.budget.nvme or resolve_node("cpu").nvme_bytes
-        largest = view.volumes.get(spec.spill.storage_class_name)
-        return asked if largest is None else min(asked, spec.spill.num_volumes * plannable_spill_bytes(largest, 0))
+        largest, budget = view.volumes.get(spec.spill.storage_class_name), spec.memory.budget.nvme
+        if largest is None:
+            return budget or resolve_node("cpu").nvme_bytes
+        made = spec.spill.num_volumes * plannable_spill_bytes(largest, 0)
+        return min(budget or made, made)
     storage = view.allocatable_ephemeral_bytes
     storage = _share(spec, view, storage) if spec.memory.budget.nvme is None else storage
     room = plannable_spill_bytes(storage, needs.storage_bytes)
@@ -315,7 +318,7 @@ def _spill_capacity(spec: TrainingJobSpec, needs: Needs, view: NodeView) -> int:
 
 
 def rounded_down(num_bytes: int) -> int:
-    """To CAPACITY_DIGITS binary digits; 0 for what is negative."""
+    """Rounds down to CAPACITY_DIGITS binary digits; 0 for negative numbers."""
     if num_bytes <= 0:
         return 0
     unit: int = 1 << max(0, num_bytes.bit_length() - CAPACITY_DIGITS)
@@ -345,12 +348,12 @@ class _Choice:
 
     @property
     def num_pods(self) -> int:
-        """That the nodes of the class could carry at once, if they were empty."""
+        """Pods that the nodes of the class could carry at once if they were empty."""
         return sum(pods_on(view, self.pod) for view in self.group.views)
 
 
 def _outcome(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice | Unplaceable:
-    """Never raises: one odd node, or a wrong NodeProfile, must not keep a job from the others."""
+    """Plans for one class. Never raises: one odd node, or a wrong NodeProfile, must not keep a job from the others."""
     try:
         return _planned(job, group, explained=explained)
     except (UserError, TimeoutError) as error:
@@ -371,7 +374,7 @@ def _planned(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice
 
 
 def _explained(job: TrainingJob, group: _NodeClass) -> MemoryPlan:
-    """The plan of a class that has one, with what lost."""
+    """Returns the plan of a class that has one, with the alternatives that lost."""
     plan = _decided(job, group, explained=True)
     assert isinstance(plan, MemoryPlan)
     return _for_its_pod(job.spec, plan, group)[0]
@@ -384,13 +387,15 @@ def _decided(job: TrainingJob, group: _NodeClass, *, explained: bool) -> MemoryP
 
 
 def _overrides(job: TrainingJob, group: _NodeClass) -> Overrides:
-    """What a GPU class has is what a pod may take of it, already its share."""
+    """Returns the planner's overrides for the class. The capacities of a GPU class are already the share that a pod may
+    take."""
     budget, node = job.spec.memory.budget, group.node
     if node.device_kind == "Cpu":
-        return Overrides(corrections=group.corrections, shape=group.shape)
+        return Overrides(corrections=group.corrections, shape=group.shape, kept=group.kept)
     return Overrides(
         corrections=group.corrections,
         shape=group.shape,
+        kept=group.kept,
         host_bytes=node.host_bytes if budget.host is None else None,
         nvme_bytes=node.nvme_bytes if budget.nvme is None else None,
     )
@@ -399,8 +404,9 @@ def _overrides(job: TrainingJob, group: _NodeClass) -> Overrides:
 def _for_its_pod(
     spec: TrainingJobSpec, plan: MemoryPlan, group: _NodeClass
 ) -> tuple[MemoryPlan, PodResources, PodEvidence | None]:
-    """The plan and its pod: computed, plus what pods of the model took beyond that; or, if pods with this very plan
-    were observed, what they took."""
+    """Returns the plan and its pod, and the evidence that decided the pod's memory. Without evidence the memory is
+    computed, plus what pods of the model took beyond that; if pods with exactly this plan were observed, it is what
+    they took."""
 
     def observed(one: MemoryPlan) -> PodEvidence | None:
         return group.pods.of(memory_fingerprint(spec, one), spec, one) if group.pods.known else None
@@ -408,8 +414,8 @@ def _for_its_pod(
     plan, ranks = _within_its_pod(plan), spec.parallelism.devices_per_node
     counted, seen = pod_resources(spec, plan, ranks), observed(plan)
     if plan.snapshot_bytes:
-        without = plan.model_copy(update={"snapshot_bytes": 0})
-        smaller, evidence_without = pod_resources(spec, without, ranks), observed(without)
+        stopping = plan.model_copy(update={"snapshot_bytes": 0})
+        smaller, evidence_without = pod_resources(spec, stopping, ranks), observed(stopping)
         why = ""
         if _takes_a_place(group, counted, smaller):
             why = "with memory for a copy of it, fewer pods would fit on a node"
@@ -430,14 +436,14 @@ def _for_its_pod(
 
 
 def _takes_a_place(group: _NodeClass, pod: PodResources, smaller: PodResources) -> bool:
-    """Whether fewer such pods than `smaller` ones fit on a node of the class, as it is or empty."""
+    """Whether fewer of these pods than of the `smaller` ones fit on a node of the class, as it is or empty."""
     seen = [nodes for view in group.views for nodes in (view, view.beside_others, view.free)]
     return not seen or any(pods_on(view, pod) < pods_on(view, smaller) for view in seen)
 
 
 def _within_its_pod(plan: MemoryPlan) -> MemoryPlan:
-    """On a CPU the pod's limit covers the planned bytes, so the device's budget ends there: the trainer raises
-    DeviceOutOfMemory with a message before the kernel kills it."""
+    """Lowers the device's budget on a CPU to the planned bytes and their margin, which the pod's limit covers: the
+    trainer then raises DeviceOutOfMemory with a message before the kernel kills it."""
     if plan.device != "Cpu":
         return plan
     allowed = int(plan.bytes[Tier.DEVICE].total * (1.0 + PLANNED_MARGIN))
@@ -456,8 +462,9 @@ def _too_large(job: TrainingJob, group: _NodeClass, pod: PodResources) -> str:
 
 
 def _best(choices: Sequence[_Choice], spec: TrainingJobSpec, held: Sequence[HeldDevices]) -> tuple[_Choice, str]:
-    """The class on which the job ends first, waiting included; of those within 1 % the one that keeps most on the
-    device. One that can carry all pods at once goes before one that cannot. And a sentence where waiting decided."""
+    """Returns the class on which the job ends first, including the wait; of those within 1 %, the one that keeps most
+    on the device. Classes that can carry all pods at once go before those that cannot. Also returns a sentence, empty
+    unless waiting decided."""
     num_nodes, steps = spec.parallelism.nodes, sum(one.training.num_steps for one in solo_specs(spec))
     able = [choice for choice in choices if choice.num_pods >= num_nodes] or list(choices)
     waits = [_wait_seconds(choice, num_nodes, held) for choice in able]
@@ -509,31 +516,14 @@ def _holds_in(held: HeldDevices, group: _NodeClass) -> bool:
 
 
 def _nothing_fits(job: TrainingJob, groups: Sequence[_NodeClass], found: Sequence[Unplaceable]) -> Unplaceable:
-    """Of all classes, the one that lacks least; only for that one it is worked out what would fit."""
+    """Reports the class that lacks least; what would fit is worked out only for that one."""
     nearest = min(range(len(found)), key=lambda number: _missing(found[number]))
     missing = found[nearest].infeasible
     if missing is None:
         return found[nearest]
     explained = missing if missing.nearest else _decided(job, groups[nearest], explained=True)
     group = groups[nearest]
-    nothing, sharded = _does_not_fit(explained, f"node class {group.node.name}"), _sharded(job, group)
-    if sharded is None:
-        return nothing
-    on_cuda = group.node.device_kind == "Cuda"
-    how = "but does not run on Cuda devices yet" if on_cuda else "if you set it as spec.parallelism.strategy"
-    return replace(nothing, message=f"strategy {sharded} would fit, {how}; with {RUN_STRATEGY} {nothing.message}")
-
-
-def _sharded(job: TrainingJob, group: _NodeClass) -> Strategy | None:
-    """The strategy of the best plan, of a job that leaves it open and does not fit with the one that Auto takes."""
-    if job.spec.parallelism.strategy != "Auto" or job.spec.num_ranks == 1:
-        return None
-    own, overrides = on_device(job, group.node.device_kind), _overrides(job, group)
-    if group.node.device_kind == "Cpu":
-        shared = shared_memory(job, group.shared_bytes, job.spec.parallelism.devices_per_node)
-        overrides = replace(overrides, device_bytes=shared.device_bytes, host_bytes=shared.host_bytes)
-    found = known_plan(own, group.node, overrides, explained=False)
-    return found.strategy if isinstance(found, MemoryPlan) else None
+    return _does_not_fit(explained, f"node class {group.node.name}")
 
 
 def _missing(outcome: Unplaceable) -> float:
@@ -548,8 +538,8 @@ def _does_not_fit(decided: MemoryPlan | Infeasible, where: str) -> Unplaceable:
 def _observed(
     spec: TrainingJobSpec, plan: MemoryPlan, cluster: ClusterView, seen: PodEvidence | None
 ) -> ProfileEvidence | None:
-    """The MemoryProfile of exactly this plan, for people; what all profiles of the model say of predictions is in the
-    plan already."""
+    """Returns what the MemoryProfile of exactly this plan shows, for people; the corrections from all profiles of the
+    model are in the plan already."""
     peaks = cluster.observed_peaks.get(memory_fingerprint(spec, plan))
     return evidence(profile_name(spec, plan), plan, peaks, seen) if peaks else None
 
@@ -558,7 +548,7 @@ def _observed(
 
 
 def _without_view(job: TrainingJob, cluster: ClusterView) -> Placement | Unplaceable:
-    """If the operator may not list nodes: a class of the catalog, with the catalog's capacities."""
+    """Places the job if the operator may not list nodes: on a class of the catalog, with the catalog's capacities."""
     pods = _pods_seen(job.spec, cluster)
     group = replace(_catalog_class(job.spec), corrections=_corrections(job.spec, cluster), pods=pods)
     decided = _decided(job, group, explained=True)

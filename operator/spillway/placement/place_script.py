@@ -1,9 +1,19 @@
-"""Placement of a script: nodes by what its pods ask, ranked by what is free. Nothing is planned. Pure."""
+"""Placement of a script: nodes that can carry what its pods request, ranked by what is free. Nothing is planned.
+Pure."""
 
 from __future__ import annotations
 
 from spillway.api.script import ScriptJob
-from spillway.placement.able_nodes import Needs, base_node, could_carry, no_node, pods_on, ready_now, sound_nodes
+from spillway.placement.able_nodes import (
+    Needs,
+    base_node,
+    could_carry,
+    no_node,
+    pods_on,
+    ready_now,
+    sound_nodes,
+    without,
+)
 from spillway.placement.cluster_view import ClusterView, NodeView
 from spillway.placement.headroom import rank
 from spillway.placement.outcome import Placement, Unplaceable
@@ -24,7 +34,7 @@ from spillway.units import format_bytes
 def place_script(
     job: ScriptJob, device: DeviceKind, cluster: ClusterView, nodes: tuple[NodeView, ...]
 ) -> Placement | Unplaceable:
-    """The nodes of `nodes` that can carry a pod, those with most room first."""
+    """Places the script on those of `nodes` that can carry a pod, with most room first."""
     spec, pod = job.spec, script_resources(job.spec, device)
     needs = Needs(device, pod.memory_bytes, pod.ephemeral_storage_bytes)
     able, misses = could_carry(spec, needs, nodes)
@@ -41,7 +51,7 @@ def place_script(
         plan=plan,
         node=node,
         preferences=ranking.preferences,
-        reason=ranking.reason,
+        reason=ranking.reason + without(avoided),
         headroom=ranking.headroom,
         pod=pod,
         required_labels=dict(now[0].labels) if now[0].is_declared else {},
@@ -51,7 +61,7 @@ def place_script(
 
 
 def place_script_unseen(job: ScriptJob, device: DeviceKind) -> Placement:
-    """If the operator may not list nodes."""
+    """Places the script if the operator may not list nodes."""
     pod = script_resources(job.spec, device)
     node = gpu_node("", None, job.spec.parallelism.devices_per_node) if device == "Cuda" else resolve_node("cpu")
     return Placement(
@@ -65,7 +75,7 @@ def place_script_unseen(job: ScriptJob, device: DeviceKind) -> Placement:
 
 
 def _nothing_planned(job: ScriptJob, device: DeviceKind, node: NodeSpec, pod: PodResources) -> MemoryPlan:
-    """What stands in the contract for a plan."""
+    """Returns an empty plan, because a contract always has a plan."""
     spill = f", {format_bytes(pod.spill_volume_bytes)} of spill volume" if pod.spill_volume_bytes else ""
     return MemoryPlan(
         job=job.metadata.name,

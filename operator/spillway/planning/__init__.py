@@ -1,1 +1,1 @@
-"""A job and a node -> a MemoryPlan, or what would make it fit. Arithmetic only."""
+"""From a job and a node to a MemoryPlan, or to what would make the job fit. Arithmetic only."""

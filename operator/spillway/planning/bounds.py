@@ -1,9 +1,9 @@
-"""Bounds: what no candidate of a group can beat, in a few operations for each layout of its blocks.
+"""Bounds: lower bounds on the seconds of a group's candidates, in a few operations for each layout of its blocks.
 
-Every load, and host memory too, is a sum of a part of the blocks, one of the streamed parameters and one of the
-optimizer's shares, and is linear in each. So the formulas of `footprint` and `step_time` are evaluated once for each
-number of moved and of recomputed blocks, and once for each path of the update; a layout adds up the results. What only
-adds seconds or bytes (homes on NVMe, rounding to chunks and pages) is left out.
+Every load, and the bytes in host memory, are a sum of three parts: of the blocks, of the streamed parameters and of the
+optimizer's shares. They are linear in each. So the formulas of `footprint` and `step_time` are evaluated once for each
+number of moved and of recomputed blocks, and once for each path of the update; for a layout these results are added.
+Terms that only add seconds or bytes (homes on NVMe, rounding to chunks and pages) are left out.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from spillway.planning.step_time import (
     Rates,
     Resource,
     backward_loads,
+    exchange_loads,
     forward_loads,
     parameter_loads,
     stored_bytes,
@@ -45,33 +46,39 @@ if TYPE_CHECKING:
     from spillway.planning.candidates import BlockLayout, CandidateGroup
 
 ROUNDED = 1.0 + 1e-9
-"""Sums in another order differ by less."""
+"""Sums of the same terms in another order differ by less than this factor."""
 Passes = tuple[float, ...]
-"""Loads of forward by `_RESOURCES`, then of backward."""
+"""Loads of forward, in the order of `_RESOURCES`, then those of backward."""
 _RESOURCES = (
     Resource.COMPUTE, Resource.H2D, Resource.D2H, Resource.CPU,
     Resource.WRITE, Resource.READ, Resource.DRAM, Resource.NETWORK,
 )  # fmt: skip
 _NUM, _CORES, _WRITE = len(_RESOURCES), 4, 4
-"""On a CPU device the first four are work of the same cores."""
+"""_NUM: number of resources. _CORES: on a CPU device so many of them, the first ones, are work of the same cores.
+_WRITE: index of disk write."""
 
 
 class BlockLoads:
-    """Loads of one pass of a model whose parameters are resident and whose update is the device's."""
+    """Loads of one pass of a model whose parameters are all resident and updated by the device."""
 
     def __init__(self, work: Workload, rates: Rates, waits: Streaming) -> None:
         self._work, self._rates, self._waits = work, rates, waits
         self._one: dict[Blocks, Passes] = {}
-        self._both: dict[tuple[int, int], Passes] = {}
+        self._both: dict[tuple[int, int, bool], Passes] = {}
 
-    def of(self, recomputed: int, moved: int) -> Passes:
-        """Blocks are recomputed behind those that move: as many more as when none moved."""
-        key = (recomputed, moved)
+    def of(self, recomputed: int, moved: int, *, spills: bool) -> Passes:
+        """The least loads with `recomputed` and `moved` blocks: with all moved blocks in host memory; if some may be on
+        NVMe (`spills`), of each resource the least with all of them in either. Recomputed blocks follow the moved ones,
+        so their part is the loads of recomputing the first moved + recomputed blocks, minus those of recomputing the
+        first `moved` ones."""
+        key = (recomputed, moved, spills)
         if key not in self._both:
             layers = self._work.shape.num_layers
             without = self._of_one(Blocks(layers, recomputed=moved))
             with_them = self._of_one(Blocks(layers, recomputed=moved + recomputed))
             ours = self._of_one(Blocks(layers, host=moved))
+            if spills and moved:
+                ours = tuple(map(min, ours, self._of_one(Blocks(layers, nvme=moved))))
             self._both[key] = tuple(a + b - c for a, b, c in zip(ours, with_them, without, strict=True))
         return self._both[key]
 
@@ -89,20 +96,26 @@ def passes_of(work: Workload, rates: Rates, blocks: Blocks, optimizer: Optimizer
 
 @lru_cache(maxsize=64)
 def block_loads(work: Workload, rates: Rates, waits: Streaming) -> BlockLoads:
-    """Shared by alternatives, other budgets, and every number of streamed units."""
+    """Cached, because alternatives, other budgets and every number of streamed units share it."""
     return BlockLoads(work, rates, waits)
 
 
 class Bounds:
-    """Of one group. Shares: x must be updated by the CPU (`forced`); of the rest, s is resident on the device."""
+    """Bounds of one group. The CPU must update the share x of the parameters (`forced`); another share is resident on
+    the device."""
 
     def __init__(self, group: CandidateGroup) -> None:
         work, streaming, x = group.work, group.streaming, group.forced
         self._rates = rates = replace(group.rates, read=group.rates.read or inf, write=group.rates.write or inf)
         self._group, self._forced, self._on_cores = group, x, rates.copies_use_cores
+        self._in_place = work.in_place
         self._num_passes = work.num_micro_batches // work.alive(streaming)
         self._blocks = block_loads(work, rates, Streaming(order=streaming.order, boundaries=streaming.boundaries))
-        nothing, chunk, none_streamed = Blocks(work.shape.num_layers), chunk_parameters(work), self._blocks.of(0, 0)
+        nothing, chunk, none_streamed = (
+            Blocks(work.shape.num_layers),
+            chunk_parameters(work),
+            self._blocks.of(0, 0, spills=False),
+        )
 
         def plan(**shares: float) -> OptimizerPlan:
             return OptimizerPlan.model_validate({"resident_share": 0.0, "chunk_parameters": chunk} | shares)
@@ -113,12 +126,13 @@ class Bounds:
 
         by_cpu, resident = plan(cpu_share=1.0), plan(resident_share=1.0)
         self._resident, least = added(resident), added(plan(cpu_share=x, streamed_share=1.0 - x))
-        """What streamed parameters add to the passes of blocks; with states off the device, gradients do, too."""
+        """Loads that streamed parameters add to the passes of blocks. With states off the device, gradients add loads,
+        too."""
         all_by_cpu = added(by_cpu)
         of_cpu = (a - b for a, b in zip(all_by_cpu, least, strict=True))
         self._least, self._by_cpu = least, [(index, load) for index, load in enumerate(of_cpu) if load]
         self._fewest = tuple(map(min, self._resident, least, all_by_cpu))
-        self._of_passes: dict[tuple[int, int, bool | None], list[float]] = {}
+        self._of_passes: dict[tuple[int, int, bool, bool | None], list[float]] = {}
         single = streaming.units and streaming.num_slots == 1 and not self._on_cores
         loaded = parameter_loads(work, streaming)
         self._slot = (loaded.forward + loaded.backward) / rates.h2d if single else 0.0
@@ -129,11 +143,14 @@ class Bounds:
         self._longest_update = sum(map(sum, self._paths)) / rates.duplex
         self._longest_update += update_work(work, plan(nvme_share=1.0)).seconds(rates)
         copied = 2 * work.rank_parameters * work.shape.trained_bytes if work.in_place and group.may_speculate else 0
-        self._copied = copied / rates.cpu + copied / rates.dram
-        """At most, for what backward updates out of place."""
+        exchanged = sum(exchange_loads(work, rates, work.shape.num_accumulated).values())
+        self._more = copied / rates.cpu + copied / rates.dram + exchanged - group.exchange_seconds
+        """The most seconds that lower bounds leave out: for copying the values that backward updates out of place, and
+        of an exchange that backward might hide."""
         spared = 0.0 if work.in_place else x * work.rank_parameters * work.shape.trained_bytes
         self._spared = (0.0, spared / rates.h2d, 0.0, spared / rates.dram, 0.0, 0.0)
-        """Of streamed parameters new values do not go up."""
+        """Seconds, by load of `_path`, that an update saves because new values of streamed parameters are not copied to
+        the device."""
 
         self._states = states_bytes_per_parameter(work, on_cpu=True) * work.rank_parameters
         self._streamed = streamed_bytes_per_parameter(work) * work.rank_parameters
@@ -147,12 +164,13 @@ class Bounds:
         self._updates: dict[tuple[float, float, float], float] = {}
         self._spilling: dict[int, float] = {}
         self.unwritten = max(0, self._homes - stored)
-        """Of homes: frozen parameters on NVMe are not written."""
+        """Bytes of homes that no update writes to NVMe, because their parameters are frozen."""
         self._beside: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self._waiting = spilled_boundary_bytes(work, nothing, streaming)
 
     def _path(self, plan: OptimizerPlan) -> tuple[float, ...]:
-        """Loads of an update of all parameters, by what they cannot share."""
+        """Loads of an update of all parameters with `plan`, of which the largest bounds it. Work that shares host
+        memory or the drives is added up."""
         loads = update_loads(self._group.work, self._rates, plan)
         on_device = loads[Resource.COMPUTE]
         shared = loads[Resource.DRAM] + on_device * self._on_cores
@@ -165,16 +183,17 @@ class Bounds:
         return max(resident) <= (1.0 - ratio) * max(cpu)
 
     def seconds(self, layout: BlockLayout, budget: Mapping[Tier, int], within: float = inf, *, spare: bool) -> float:
-        """No candidate of `layout` within `budget` takes fewer; infinite when none fits. What takes more than `within`
-        has lost; with `spare`, what wears out the drives, too."""
-        if (least := self._total(layout, self._forced, 0.0, "None", None)) > within:
+        """A lower bound on the priced seconds of the candidates of `layout` that fit `budget`; infinite if none fits.
+        Candidates that take more than `within` seconds do not count; with `spare`, neither do those that wear out the
+        drives."""
+        if (least := self._total(layout, self._forced, 0.0, "None", None, spills=budget[Tier.NVME] > 0)) > within:
             return least
         shares = self._group.most_resident(budget[Tier.DEVICE] - layout.peak.total)
         return min((self._of_shares(layout, budget, *each, within, spare) for each in shares), default=inf)
 
     def beside_states(self, layout: BlockLayout) -> tuple[int, int, int]:
-        """Bytes of host memory for boundaries, which stay there; for activations and homes, if all are there; and the
-        least that these need, because what passes through to NVMe takes buffers."""
+        """Bytes of host memory: for boundaries, which stay there; for activations and homes, if all of them are there;
+        and the least that activations and homes need, because those that go to NVMe pass through buffers."""
         key = layout.blocks.recomputed, layout.blocks.moved, layout.window_bytes
         if key not in self._beside:
             work, streaming, blocks = self._group.work, self._group.streaming, layout.blocks
@@ -210,7 +229,8 @@ class Bounds:
         held = states + self._gradients[0] + of_cpu * (self._gradients[1] - self._gradients[0]) + self._waiting
         if by_cpu and by_cpu > x:
             held += self._buffers
-        # What host memory cannot hold lies on NVMe, where it takes no less: homes and activations, or else states.
+        # What host memory cannot hold is on NVMe, where it takes no fewer bytes: first homes and activations, then
+        # states.
         kept, others, least = self.beside_states(layout)
         lacking, part = held + kept + least - budget[Tier.HOST], float(all_spilled)
         if lacking > 0:
@@ -232,41 +252,51 @@ class Bounds:
                 seconds = min(seconds, spilled)
             update = max(update, seconds + resident * s - spared)
         update += resident * self._operations[0] + (1.0 - resident) * self._operations[1]
-        seconds = self._total(layout, by_cpu + part * streamed, update, question.overlap, resident < 1.0)
+        # Nothing is hidden behind forward if the update's copies would delay others (step_time.hidden_seconds).
+        queues = (group.streaming.units and resident < 1.0 - x) or (layout.blocks.moved and streamed and not may_spill)
+        overlap = "None" if queues else question.overlap
+        spills = budget[Tier.NVME] > 0
+        seconds = self._total(layout, by_cpu + part * streamed, update, overlap, resident < 1.0, spills=spills)
         return group.priced(seconds, written, within)
 
     def of_split(self, layout: BlockLayout, optimizer: OptimizerPlan, *, spills: bool) -> tuple[float, float]:
-        """No candidate of `layout` with this split takes fewer seconds, and none more. `spills`: some activations or
-        homes are on NVMe."""
+        """A lower and an upper bound on the seconds of the candidates of `layout` with this split. `spills`: whether
+        some activations or homes are on NVMe."""
         split = optimizer.streamed_share, optimizer.resident_share, optimizer.nvme_share
         if split not in self._updates:
             self._updates[split] = update_seconds(self._group.work, self._rates, optimizer, self._group.streaming)
         shares = optimizer.updated_by_cpu, self._updates[split]
-        least = self._total(layout, *shares, optimizer.overlap, optimizer.offloads)
-        most = self._total(layout, *shares, "None", optimizer.offloads) + self._copied
-        return least, most + spills * self._spilled(layout)
+        least = self._total(layout, *shares, optimizer.overlap, optimizer.offloads, spills=spills)
+        most = self._total(layout, *shares, "None", optimizer.offloads, spills=spills) + self._more
+        return least, most + (self._spilled(layout) if spills else 0.0)
 
     def _most(self, layout: BlockLayout) -> float:
-        """No candidate of `layout` takes more seconds: with all on NVMe, and one path of the update after another."""
-        longest = self._longest_update + self._copied
-        return self._total(layout, 1.0, longest, "None", True) + self._spilled(layout)
+        """An upper bound on the seconds of the candidates of `layout`: with everything on NVMe, and one path of the
+        update after another."""
+        most = self._total(layout, 1.0, self._longest_update, "None", True, spills=True)
+        return most + self._more + self._spilled(layout)
 
     def _spilled(self, layout: BlockLayout) -> float:
-        """Seconds that are added at most if all moved blocks, and all homes, are on NVMe."""
+        """The most seconds that are added by the choice of memory for moved blocks and homes."""
         moved, layers, homes = layout.blocks.moved, layout.blocks.num_layers, self._group.streaming
         if moved not in self._spilling:
             on_nvme = Blocks(layers, nvme=moved), OptimizerPlan(), replace(homes, host=0, nvme=homes.units)
             in_host = Blocks(layers, host=moved), OptimizerPlan(), homes
-            most, least = (sum(passes_of(self._group.work, self._rates, *each)) for each in (on_nvme, in_host))
-            self._spilling[moved] = self._num_passes * (most - least) + self._stored
+            both = (passes_of(self._group.work, self._rates, *each) for each in (on_nvme, in_host))
+            differences = sum(abs(a - b) for a, b in zip(*both, strict=True))
+            self._spilling[moved] = self._num_passes * differences + self._stored
         return self._spilling[moved]
 
-    def _total(self, layout: BlockLayout, by_cpu: float, update: float, overlap: str, offloads: bool | None) -> float:
-        """`offloads` is None: no update has a load that is less."""
-        x, key = self._forced, (layout.blocks.recomputed, layout.blocks.moved, offloads)
+    def _total(
+        self, layout: BlockLayout, by_cpu: float, update: float, overlap: str, offloads: bool | None, *, spills: bool
+    ) -> float:
+        """Seconds of a step whose update takes `update` seconds by itself. `offloads` None: each load is the least that
+        any update has. `spills`: blocks may be on NVMe."""
+        spills = spills and self._in_place  # blocks on NVMe are then read directly to where backward uses them
+        x, key = self._forced, (layout.blocks.recomputed, layout.blocks.moved, spills, offloads)
         if key not in self._of_passes:
             added = {True: self._least, False: self._resident, None: self._fewest}[offloads]
-            self._of_passes[key] = [a + b for a, b in zip(self._blocks.of(*key[:2]), added, strict=True)]
+            self._of_passes[key] = [a + b for a, b in zip(self._blocks.of(*key[:2], spills=spills), added, strict=True)]
         loads = self._of_passes[key]
         if offloads and by_cpu > x and x < 1.0:
             loads, more = loads.copy(), (by_cpu - x) / (1.0 - x)

@@ -1,21 +1,20 @@
 """Candidates: every way to run a step that is worth comparing.
 
-A candidate answers five questions:
-    strategy      what ranks share (one answer when there is one rank, or the spec names it)
-    parameters    how many units of segments are streamed (footprint.eviction_order), in which order of micro-batches,
-                  and where boundaries wait; homes are in host memory as far as it reaches, the others on NVMe
+A candidate answers four questions:
+    parameters    how many units of segments are streamed (workload.eviction_order), in which order of micro-batches,
+                  and where boundaries wait; as many homes as fit are in host memory, the others on NVMe
     activations   how many blocks are recomputed and how many are moved; of the moved ones, as many as fit go to host
-                  memory and the others to NVMe (order in the model: footprint.Blocks)
-    lean          whether blocks that are not recomputed hold what backward can rebuild; both, where the shape says what
-                  that is
-    optimizer     as much resident as the device has left; the rest split between CPU and device so that both end
-                  together (step_time.balanced_streamed_share); what host memory does not hold of it, on NVMe
+                  memory and the others to NVMe (order in the model: workload.Blocks)
+    lean          whether blocks that are not recomputed hold what backward could rebuild, or let it rebuild that; both
+                  are compared if the shape says what can be rebuilt
+    optimizer     as many states resident as the device has space left; the others split between CPU and device so that
+                  both finish together (step_time.balanced_streamed_share); those that host memory cannot hold, on NVMe
 
     Question -> Space (groups of layouts; independent of budgets) -> Search (with budgets): best, fits, nearest miss
 
-All but activations and optimizer make a group; in it, layouts of activations. Groups and layouts are looked at in the
-order of a lower bound of their seconds, and the search ends where that bound exceeds what was found: the result is that
-of trying them all (`Search.all_candidates`; a test compares the two).
+Candidates that differ only in activations and optimizer form a group; a group has layouts of activations. The search
+visits groups and layouts in the order of a lower bound on their seconds, and ends when that bound exceeds the best that
+was found. The result is the same as that of trying all candidates (`Search.all_candidates`; a test compares the two).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from itertools import islice
 from math import ceil, floor, inf, isqrt
 from typing import Literal
 
-from spillway.api.training_job import TrainingJob
+from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.plan import OptimizerPlan, Order, Overlap, Policy, Prediction, Strategy, Tier, TierBytes
 from spillway.planning.bounds import Bounds
 from spillway.planning.footprint import (
@@ -77,25 +76,25 @@ SPARED_SHARE = 0.05
 """Endurance penalty: a plan that uses its full daily write allowance must be 5 % faster than one that writes nothing.
 Scales linearly."""
 MAX_GROUPS = 32
-"""Blocks change their policy in groups, so that deep models have at most this many candidates, squared and halved."""
+"""The most groups of neighbouring blocks that change their policy together; deep models have at most about half the
+square of this many layouts."""
 MAX_GROUPS_STREAMED = 8
-"""The same with streamed parameters, which multiply the candidates."""
+"""The same if parameters are streamed, which multiplies the number of candidates."""
 LEAST_GROUPS, MOST_RUNS_LOOKED_AT = 4, 2**15
-"""Least number of groups, and most runs of equal blocks in all layouts together."""
+"""The least number of groups, and the most runs of equal blocks that all layouts may have together."""
 MAX_LEVELS = 16
 """Number of different amounts of streamed parameters that are compared."""
 SPECULATION_SLACK = 0.9
-"""Usable part of the free host memory: rows of chunks are padded."""
+"""The part of the free host memory that speculation may use; the rest is for the padding of chunks' rows."""
 FORCED_SHARE = 0.1
-"""Least CPU and streamed share with placement Interleaved, which uses both even if one is faster."""
+"""The least CPU share, and streamed share, with placement Interleaved, which uses both even if one is faster."""
 LARGEST_PARTLY_RESIDENT_SHARE = 0.9999
 LEAST_RESIDENT_SHARE = 1e-3
 """Smaller resident shares are not worth a third path."""
 ROUNDING = 2e-4
-"""Rounding of shares to four digits."""
-AUTO_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Zero2", "Fsdp")
-"""Zero1 shares what Zero2 shares, Zero3 what Fsdp shares: the same arithmetic"""
-_ALL_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Fsdp", "Zero1", "Zero2", "Zero3")
+"""The most by which shares may be off because they are rounded to four digits."""
+AUTO_STRATEGIES: tuple[Strategy, ...] = ("Ddp", "Fsdp")
+"""Strategies that Auto tries: the first that fits is taken. Fsdp exchanges parameters, too, but shards everything."""
 _NO_ACTIVATIONS = DevicePeak(0, 0, 0)
 _WEIGHTS = {Tier.DEVICE: 16, Tier.HOST: 4, Tier.NVME: 1}
 """Weights of missing bytes: host memory is easier to add than device memory, NVMe easiest."""
@@ -109,13 +108,15 @@ class Question:
     shape: ModelShape
     node: NodeSpec
     budget: dict[Tier, int]
-    """Per rank."""
+    """Bytes per rank."""
     world_size: int
     local_ranks: int
     num_nodes: int
     micro_batch_size: int
     mode: Literal["Auto", "Advise", "Disabled"]
-    strategy: Literal["Auto", Strategy]
+    strategy: Strategy
+    is_kept: bool
+    """Whether the strategy is that of earlier attempts."""
     placement: Literal["Auto", "Device", "Host", "Interleaved", "Nvme"]
     policy: Literal["Auto", "Keep", "Recompute", "Host", "Nvme"]
     parameters: Literal["Auto", "Resident", "Stream"]
@@ -127,19 +128,19 @@ class Question:
 
     @property
     def host_reserve(self) -> int:
-        """Per rank: host memory kept free for activations on NVMe, at most."""
+        """The most host memory per rank that is kept free for activations on NVMe."""
         return (self.job.spec.memory.advanced.activations.host_reserve or 0) // self.local_ranks
 
     @property
     def drives(self) -> Drives:
-        """What endurance is measured against."""
+        """This rank's share of the node's drives, against which endurance is measured."""
         return Drives(self.node.nvme_bytes / self.local_ranks, self.node.nvme_rated_bytes / self.local_ranks)
 
     @property
     def most_writes_per_day(self) -> float | None:
-        """Drive writes; None where the spec asks for what writes."""
-        chosen_freely = self.policy == "Auto" and self.placement != "Nvme"
-        return self.job.spec.memory.endurance.drive_writes_per_day if chosen_freely else None
+        """The limit of drive writes; None if the spec asks for NVMe, for activations or optimizer states."""
+        asked_for = "Nvme" in (self.policy, self.placement)
+        return None if asked_for else self.job.spec.memory.endurance.drive_writes_per_day
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +157,9 @@ class Candidate:
     """Bytes above the budget; empty if it fits."""
 
     @property
-    def effort(self) -> tuple[int, int, int, bool, int]:
-        """What breaks ties: bytes on NVMe, bytes in host memory, recomputed blocks, rebuilds, complexity of the
-        strategy."""
-        strategy = self.work.strategy
-        order = AUTO_STRATEGIES.index(strategy) if strategy in AUTO_STRATEGIES else 0
-        return (self.bytes[Tier.NVME].total, self.bytes[Tier.HOST].total, self.blocks.recomputed, self.work.lean, order)
+    def effort(self) -> tuple[int, int, int, bool]:
+        """Decides ties, less is better: bytes on NVMe, bytes in host memory, recomputed blocks, rebuilds."""
+        return (self.bytes[Tier.NVME].total, self.bytes[Tier.HOST].total, self.blocks.recomputed, self.work.lean)
 
     @property
     def weighted_missing(self) -> int:
@@ -177,7 +175,7 @@ class Timed:
     wears_out: bool
     """Whether it exceeds the spec's limit of drive writes per day."""
     worn_share: float = 0.0
-    """Fraction of that limit, at most 1."""
+    """The fraction of that limit that it uses, at most 1."""
 
     @property
     def seconds(self) -> float:
@@ -185,7 +183,7 @@ class Timed:
 
     @property
     def priced_seconds(self) -> float:
-        """With what its writes to the drives are worth; what candidates are compared by."""
+        """Seconds with the endurance penalty of its writes to the drives; candidates are compared by these."""
         return (1.0 + SPARED_SHARE * self.worn_share) * self.seconds
 
 
@@ -206,7 +204,7 @@ def timed(question: Question, candidate: Candidate) -> Timed:
 
 
 def best(choices: Sequence[Timed]) -> Timed:
-    """The least effort among the fastest, writes to the drives priced."""
+    """The candidate with the least effort among the fastest, by priced seconds."""
     fastest = min(choice.priced_seconds for choice in choices)
     near = (choice for choice in choices if choice.priced_seconds <= TIE * fastest)
     return min(near, key=lambda choice: (choice.candidate.effort, choice.seconds))
@@ -240,7 +238,8 @@ def workload(question: Question, strategy: Strategy) -> Workload:
 
 @lru_cache(maxsize=32)
 def _shared(work: Workload) -> Workload:
-    """The one that has its sums already: alternatives and classes of nodes ask about the same work."""
+    """Returns an equal Workload whose sums may be computed already, because alternatives and node classes ask about the
+    same work."""
     return work
 
 
@@ -249,7 +248,8 @@ def _shared(work: Workload) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Answers of the blocks, and what activations need on the device; moved blocks are counted as host ones."""
+    """The policies of the blocks, and what activations need on the device; moved blocks are counted as moved to host
+    memory."""
 
     blocks: Blocks
     window_bytes: int
@@ -257,7 +257,7 @@ class BlockLayout:
 
 
 class Layouts(tuple[BlockLayout, ...]):
-    """Of a model, in one order of micro-batches; groups share them."""
+    """All layouts of a model in one order of micro-batches; groups share them."""
 
     @cached_property
     def least(self) -> DevicePeak:
@@ -265,7 +265,8 @@ class Layouts(tuple[BlockLayout, ...]):
 
     @cached_property
     def rows(self) -> list[tuple[BlockLayout, list[int]]]:
-        """Numbers of layouts with equally many moved blocks and one window, and what none of these undercuts."""
+        """Rows of layouts with equally many moved blocks and the same window: a layout that needs no more seconds and
+        device bytes than any of the row, and the numbers of those in the row."""
         found: dict[tuple[int, int], list[int]] = {}
         for number, layout in enumerate(self):
             found.setdefault((layout.blocks.moved, layout.window_bytes), []).append(number)
@@ -288,12 +289,12 @@ class CandidateGroup:
 
     @cached_property
     def forced(self) -> float:
-        """Share of the parameters that the CPU updates whatever is faster."""
+        """Share of the trained parameters that the CPU must update, because they are streamed."""
         return forced_share(self.work, self.streaming)
 
     @cached_property
     def ratio(self) -> float:
-        """g / (c + g) of whatever is neither resident nor forced."""
+        """g / (c + g) of the parameters that are neither resident nor forced."""
         if self.question.placement == "Host":
             return 0.0
         balanced = balanced_streamed_share(self.work, self.rates)
@@ -303,24 +304,27 @@ class CandidateGroup:
 
     @cached_property
     def least(self) -> BlockLayout:
-        """What no layout undercuts: the seconds of keeping everything, the device bytes of the one that needs least."""
+        """A lower bound for all layouts, as a layout: with the seconds of keeping everything, and the device bytes of
+        the layout that needs least."""
         return BlockLayout(Blocks(self.question.num_layers), 0, self.layouts.least)
 
     @cached_property
     def least_device_bytes(self) -> int:
-        """Device bytes without activations, with the optimizer that needs least there."""
+        """Device bytes without activations, with the optimizer's split that needs least there."""
         share = {"Device": (0.0, 1.0), "Interleaved": (self.ratio, 0.0)}.get(self.question.placement, (0.0, 0.0))
         return self.optimizer_device_bytes(self.split(*share))
 
     @cached_property
     def least_host_bytes(self) -> int:
-        """In host memory, with all states on the device that may be there, and homes and activations on NVMe."""
+        """The least bytes in host memory: all states that may be on the device are there, and homes and activations are
+        on NVMe."""
         placement = self.question.placement
         share = {"Host": (0.0, 0.0), "Interleaved": (self.ratio, 0.0), "Nvme": (0.0, 0.0)}.get(placement, (0.0, 1.0))
         return self.least_host_bytes_of(self.split(*share))
 
     def least_host_bytes_of(self, optimizer: OptimizerPlan) -> int:
-        """Beside homes, with as many of its states on NVMe as may be there."""
+        """The least bytes in host memory without homes: as many of the states of `optimizer` as may be there are on
+        NVMe."""
         held = self.host_bytes_beside_homes(optimizer)
         may_spill = self.question.placement in ("Auto", "Nvme") and optimizer.offloads
         return min(held, self.host_bytes_beside_homes(self.spilled(optimizer, 1.0))) if may_spill else held
@@ -333,7 +337,7 @@ class CandidateGroup:
             self._host_bytes[shares] = held - host_home_bytes(self.work, self.streaming)
         return self._host_bytes[shares]
 
-    # --- what no candidate can beat, and what none exceeds
+    # --- bounds of what candidates take
 
     @cached_property
     def bounds(self) -> Bounds:
@@ -341,19 +345,19 @@ class CandidateGroup:
 
     @cached_property
     def exchange_seconds(self) -> float:
-        """Between ranks, once a step: what no layout and no split can hide."""
+        """Seconds per step of the exchange between ranks that no layout and no split can hide."""
         return exposed_exchange_seconds(self.work, self.rates)
 
     def least_worn_share(self, written_bytes: float, within: float) -> float:
-        """Of the limit of drive writes, what a step uses that writes so many bytes and takes `within` seconds or
-        less."""
+        """The least share of the limit of drive writes that a step uses if it writes `written_bytes` and takes at most
+        `within` seconds."""
         if not self._worn_by_byte or within == inf:
             return 0.0
         return written_bytes * self._worn_by_byte * min(self._steps, SECONDS_PER_DAY / within)
 
     @cached_property
     def _worn_by_byte(self) -> float:
-        """Of a day's limit; 0: there is none."""
+        """The share of a day's limit of drive writes that one byte uses; 0: there is no limit."""
         capacity, limit = self.question.drives.capacity_bytes, self.question.most_writes_per_day
         return 0.0 if limit is None or not capacity else 1.0 / capacity / limit
 
@@ -365,14 +369,16 @@ class CandidateGroup:
         return self.least_worn_share(written_bytes, within) > 1.0 + ROUNDING
 
     def priced(self, seconds: float, written_bytes: float, within: float) -> float:
-        """At least, with what writes to the drives are worth (`Timed.priced_seconds`)."""
+        """A lower bound on `Timed.priced_seconds` of a candidate that takes `seconds`, at most `within`, and writes
+        `written_bytes`."""
         worn = self.least_worn_share(written_bytes, within) / (1.0 + ROUNDING)
         return (1.0 + SPARED_SHARE * min(1.0, worn)) * seconds
 
     # --- the optimizer's shares
 
     def optimizers(self, free_bytes: int) -> Iterator[OptimizerPlan]:
-        """Splits for a device with `free_bytes` left by the activations, from the least offloaded that fits."""
+        """Splits of the optimizer for a device on which activations leave `free_bytes`, beginning with the least
+        offloaded one that fits."""
         placement = self.question.placement
         resident = self.split(0.0, 1.0)
         if placement == "Device":
@@ -393,8 +399,8 @@ class CandidateGroup:
             yield self.split(0.0, 0.0)
 
     def _partly_resident(self, free_bytes: int) -> Iterator[OptimizerPlan]:
-        """The largest resident share that fits: device bytes grow linearly with it, but for whole chunks, which may
-        cost one step of its last digit."""
+        """Splits with the largest resident share that fits. Device bytes grow linearly with the share, except for whole
+        chunks, which may cost one step of its last digit."""
         for ratio in dict.fromkeys((self.ratio, 0.0)):
             none, share = self.split(ratio, 0.0), self._resident_part(ratio, free_bytes)
             if share > LEAST_RESIDENT_SHARE and self._fits(none, free_bytes):
@@ -414,7 +420,8 @@ class CandidateGroup:
         return {}
 
     def most_resident(self, free_bytes: int) -> Iterator[tuple[float, float]]:
-        """Of `optimizers`: g / (c + g) and the largest resident share; also 0, where less might be faster."""
+        """(g / (c + g), largest resident share) of the splits of `optimizers`; also with share 0, if a smaller share
+        might be faster."""
         placement, free = self.question.placement, 1.0 - self.forced
         if placement == "Device" or (placement == "Auto" and self._fits(self.split(0.0, 1.0), free_bytes)):
             yield 0.0, free
@@ -430,14 +437,15 @@ class CandidateGroup:
                     yield ratio, 0.0
 
     def _device_bytes_per_share(self, ratio: float) -> float:
-        """Device bytes that one more resident share costs: its states, and the accumulators that leave the CPU."""
+        """Device bytes by which a split with `resident` 1 exceeds one with 0: its states, and its accumulators that
+        leave host memory."""
         work, free = self.work, 1.0 - self.forced
         states = states_bytes_per_parameter(work, on_cpu=False) * work.rank_parameters
         accumulators = accumulator_bytes(work, work.shape.num_accumulated)
         return max(1.0, free * (states + (1.0 - ratio) * accumulators))
 
     def optimizer_device_bytes(self, optimizer: OptimizerPlan) -> int:
-        """Everything on the device but activations."""
+        """All bytes on the device except those of activations."""
         shares = (optimizer.streamed_share, optimizer.resident_share)
         if shares not in self._device_bytes:
             self._device_bytes[shares] = device_bytes(self.work, optimizer, _NO_ACTIVATIONS, self.streaming).total
@@ -463,8 +471,8 @@ class CandidateGroup:
         return self.optimizer_device_bytes(optimizer) <= free_bytes
 
     def split(self, ratio: float, resident: float) -> OptimizerPlan:
-        """c + g + s = 1: of what is not forced on the CPU, s = `resident` and g = `ratio` of the rest; four digits,
-        rounded towards the CPU."""
+        """The split with c + g + s = 1. Of the parameters that are not forced on the CPU, the part `resident` is
+        resident; of the others, the part `ratio` is streamed. Shares have four digits, rounded in favour of the CPU."""
         if (ratio, resident) not in self._splits:
             self._splits[ratio, resident] = self._split(ratio, resident)
         return self._splits[ratio, resident]
@@ -485,8 +493,8 @@ class CandidateGroup:
         return found.model_copy(update={"overlap": self.overlap(found)})
 
     def spilled(self, optimizer: OptimizerPlan, part: float) -> OptimizerPlan:
-        """`part` of what is not resident on NVMe; CPU and device share the rest as before. Four digits, rounded towards
-        NVMe."""
+        """`optimizer` with `part` of what is not resident on NVMe; CPU and device share the rest as before. Shares have
+        four digits, rounded in favour of NVMe."""
         key = (optimizer.streamed_share, optimizer.resident_share, part)
         if key not in self._spilled:
             self._spilled[key] = self._with_nvme(optimizer, part)
@@ -503,17 +511,17 @@ class CandidateGroup:
 
     @cached_property
     def may_speculate(self) -> bool:
-        """Whether backward may update: if the spec asks for it, or if no clipping can invalidate it. It needs
-        parameters that the CPU uploads, and gradients that no other rank adds to."""
+        """Whether parameters may be updated during backward: if the spec asks for it, or if no clipping can invalidate
+        the update. That requires parameters that the CPU uploads, and gradients to which no other rank adds."""
         if self.streaming.units or self.question.world_size > 1:
             return False
         unclipped = not self.question.job.spec.training.gradient_clipping and not self.rates.copies_use_cores
         return self.question.overlap == "Backward" or (self.question.overlap == "Auto" and unclipped)
 
     def overlap(self, optimizer: OptimizerPlan) -> Overlap:
-        """What the spec asks for, where there is an update to overlap; else what pays."""
+        """The overlap that the spec asks for, or with Auto one that saves time; None if nothing is offloaded."""
         asked = self.question.overlap
-        if asked == "Auto" and self.work.strategy in ZERO_STRATEGIES:  # every rank's new values have to be there first
+        if asked == "Auto" and self.work.strategy in ZERO_STRATEGIES:  # forward needs the new values of all ranks
             return "None"
         up = update_loads(self.work, self.rates, optimizer, self.streaming)[Resource.H2D]
         pays = can_overlap(self.rates, optimizer, up, self.streaming) if asked == "Auto" else asked != "None"
@@ -522,8 +530,8 @@ class CandidateGroup:
         return "Backward" if self.may_speculate and optimizer.cpu_share else "Forward"
 
     def speculating(self, optimizer: OptimizerPlan, blocks: Blocks, room: int) -> OptimizerPlan:
-        """`optimizer` with as much of its update in backward as the CPU has time for, in `room` bytes of host memory;
-        less than a chunk is not worth it."""
+        """`optimizer` with as much of its update in backward as the CPU has time for and `room` bytes of host memory
+        allow; with overlap Forward if that is less than a chunk, which is not worth it."""
         backward = backward_loads(self.work, self.rates, blocks, optimizer, self.streaming)
         window = speculative_window(self.work, self.rates, optimizer, backward)
         most = optimizer.model_copy(update={"speculative_parameters": max(1, window)})
@@ -535,24 +543,25 @@ class CandidateGroup:
 
 
 def groups(question: Question) -> list[CandidateGroup]:
-    """The same for every budget but for the optimizer's resident share, which grows with it: more memory never gives a
-    slower plan."""
+    """The groups of all candidates, the same for all budgets. Only the optimizer's resident share depends on the
+    budgets and grows with them, so with more memory the fastest candidate never gets slower."""
     rates = rates_of(question)
     made: list[CandidateGroup] = []
-    for work in (work for strategy in _strategies(question) for work in _lean_twins(question, strategy)):
-        strategy = work.strategy
+    for work in _lean_twins(question):
         if question.parameters != "Stream":
             made.append(CandidateGroup(question, work, RESIDENT, _layouts(question, work, RESIDENT, MAX_GROUPS), rates))
-        # What streams has its new values at home at once: nothing of it can be updated before it counts.
+        # Streamed parameters are updated in place, in their homes: none of them can be updated before that is known to
+        # be valid.
         may_stream = question.parameters != "Resident" and question.overlap != "Backward"
-        if may_stream and strategy in STREAMING_STRATEGIES:
+        if may_stream and question.strategy in STREAMING_STRATEGIES:
             made += _streamed_groups(question, work, rates)
     return made
 
 
-def _lean_twins(question: Question, strategy: Strategy) -> Iterator[Workload]:
-    """The work of a step, and the same with its lean set rebuilt where the spec leaves that open and a run can."""
-    work = workload(question, strategy)
+def _lean_twins(question: Question) -> Iterator[Workload]:
+    """The work of a step, and the same with selective recomputation, if the spec leaves that open and a run can do
+    it."""
+    work = workload(question, question.strategy)
     yield work
     if question.policy == "Auto" and why_not_lean(question, work) is None:
         yield _shared(replace(work, lean=True))
@@ -593,7 +602,8 @@ def _orders(work: Workload) -> Iterator[tuple[Order, Policy]]:
 
 
 def _levels(question: Question, work: Workload) -> list[int]:
-    """How many units are streamed: some, all but those worth most, all. Stream asks for every block."""
+    """Numbers of streamed units to compare: evenly spaced ones, all units but the one or two worth most on the device,
+    all. With Stream only the last three, in which every block is streamed."""
     num_units = len(work.units.segments)
     step = -(-num_units // MAX_LEVELS)
     levels = {*range(step, num_units, step), *(level for level in range(num_units - 2, num_units + 1) if level > 0)}
@@ -602,20 +612,18 @@ def _levels(question: Question, work: Workload) -> list[int]:
     return sorted(levels)
 
 
-def _strategies(question: Question) -> tuple[Strategy, ...]:
-    spec = question.job.spec
+def run_strategies(spec: TrainingJobSpec, world_size: int) -> tuple[Strategy, ...]:
+    """The strategies with which a job may run; the first that fits is taken."""
+    asked = spec.parallelism.strategy
     divides = spec.model.precision.compute != "float16" and spec.training.optimizer.moments != "int8"
-    if question.world_size == 1 or not divides:
-        return ("Ddp",)  # what divides a model scales no loss, and cuts blocks
-    if question.strategy == "Auto":
-        frozen = bool(spec.model.lora)  # ZeRO shards only models trained as a whole
-        return tuple(one for one in AUTO_STRATEGIES if not (frozen and one in ZERO_STRATEGIES))
-    return tuple(strategy for strategy in _ALL_STRATEGIES if strategy == question.strategy)
+    if world_size == 1 or spec.members or not divides:
+        return ("Ddp",)  # strategies that shard a model have no loss scale, and cut int8 blocks
+    return AUTO_STRATEGIES if asked == "Auto" else (asked,)
 
 
 def _layouts(question: Question, work: Workload, streaming: Streaming, max_groups: int) -> Layouts:
-    """Two windows: a whole block, so that its copy overlaps the next block's forward; or none, for the tightest
-    budgets. The same for every strategy."""
+    """All layouts of blocks, the same for every strategy. Moved blocks have one of two windows: a whole block, so that
+    its copy overlaps the next block's forward, or none, for the tightest budgets."""
     same = _shared(replace(workload(question, "Ddp"), lean=work.lean))
     return _layouts_of(same, question.policy, streaming, max_groups)
 
@@ -624,7 +632,7 @@ def _layouts(question: Question, work: Workload, streaming: Streaming, max_group
 def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: int) -> Layouts:
     layers = work.shape.num_layers
     found = list[BlockLayout]()
-    # Each layout costs time for every kind of block: models whose blocks all differ have fewer layouts.
+    # A layout takes time for each run of equal blocks, so models whose blocks all differ have fewer layouts.
     max_groups = max(LEAST_GROUPS, min(max_groups, isqrt(MOST_RUNS_LOOKED_AT // max(1, len(work.runs)))))
     for recomputed, moved in _block_counts(layers, policy, max_groups):
         if work.lean and recomputed == layers:
@@ -637,7 +645,7 @@ def _layouts_of(work: Workload, policy: str, streaming: Streaming, max_groups: i
 
 
 def _block_counts(layers: int, policy: str, max_groups: int) -> Iterator[tuple[int, int]]:
-    """(recomputed, moved) blocks; the rest is kept."""
+    """Numbers of (recomputed, moved) blocks; the others are kept."""
     forced = {"Keep": (0, 0), "Recompute": (layers, 0), "Host": (0, layers), "Nvme": (0, layers)}
     if policy in forced:
         yield forced[policy]

@@ -5,9 +5,10 @@
                  product                                               NodeSpec.values_per_second
     operations   pieces of work handed to torch, to a kernel or to a lane, and all that Python does for them
 
-A catalog's achieved FLOP rates contain the other two, so there they cost nothing; a measured node prices them apart,
-because a small model spends its time on them and a large one does not. How many of each there are was fitted once to
-forwards and backwards of segments on one core (docs/calibration.md); what one costs is measured on every node.
+The catalog's achieved FLOP rates include the cost of the other two units, so on a catalog node these cost nothing. A
+measured node has separate prices for them, because a small model spends its time on them and a large one does not. The
+number of units was fitted once to forwards and backwards of segments on one core (docs/calibration.md); the price of a
+unit is measured on every node.
 """
 
 from __future__ import annotations
@@ -20,26 +21,28 @@ from spillway.plan import OptimizerPlan
 from spillway.planning.workload import RESIDENT, Blocks, Streaming, Workload
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 6
-"""Passes over each saved value: written, and read by the next operation; backward reads it, and makes, sums and reads
-the gradients of both sides."""
+"""Passes over each saved value. Forward writes it, and the next operation reads it. Backward reads it, and makes, sums
+and reads the gradients of the operation's input and output."""
 LARGE_WEIGHT = 1.5
-"""Weight of a value in a large storage, relative to one that caches hold."""
+"""Weight of a value in a large storage, relative to a value in a storage that fits in caches."""
 LOGIT_VALUES = 4
-"""Values per logit in forward, in addition to the saved one: written in the compute type, read, widened to float32,
-read."""
+"""Values that forward reads or writes per logit in addition to the saved one: written in the compute type, read,
+widened to float32, read."""
 FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 6, 8
-"""Operations per parameter tensor: a product, its companions, its hooks; on the CPU path a gradient is also copied,
-which costs as much again."""
+"""Operations per parameter tensor: a matrix product, the operations around it, its hooks. If the CPU updates the
+parameter, its gradient is also copied, which doubles the operations of backward."""
 MOVED_OPERATIONS = 8
-"""Operations per copy of a segment's saved tensors (recording its dozen storages), and per transfer to or from disk."""
+"""Operations per copy of a segment's saved tensors (about a dozen storages are recorded), and per transfer to or from
+disk."""
 LEAN_OPERATIONS = 24
-"""Overhead, in operations, of recording a block's operators, and again of its rebuilds in backward."""
+"""Operations per block for recording its operators in forward, and as many again for its rebuilds in backward."""
 RESIDENT_OPERATIONS, UPDATE_OPERATIONS, STREAMED_OPERATIONS, NVME_OPERATIONS = 2, 3, 4, 5
-"""Operations per chunk and step: norm, update; plus upload; states in, update, states out; all of these."""
+"""Operations per chunk and step, by path. Resident: norm, update. CPU: these and the upload. Streamed: norm, states in,
+update, states out. NVMe: all of these."""
 
 
 class Prices(Protocol):
-    """Those of step_time.Rates that compute has."""
+    """The rates of step_time.Rates that are prices of compute."""
 
     @property
     def flops(self) -> float: ...
@@ -51,7 +54,7 @@ class Prices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComputeWork:
-    """Amounts; they add up."""
+    """Amounts of each unit; they can be added."""
 
     flops: float = 0.0
     values: float = 0.0
@@ -74,8 +77,8 @@ class ComputeWork:
 
 
 def forward_work(work: Workload, blocks: Blocks, streaming: Streaming = RESIDENT) -> ComputeWork:
-    """One pass. A moved block is a copy out (on NVMe also a write), a streamed segment a copy in (from NVMe also a
-    read)."""
+    """Work of one forward pass. Each moved block adds a copy out (and a write if it goes to NVMe), each streamed
+    segment a copy in (and a read if its home is on NVMe)."""
     shape, batches = work.shape, work.alive(streaming)
     saved = (FORWARD_PASSES * _weighed_bytes(work) + shape.parameter_bytes) / shape.compute_bytes
     moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme) + _lean_operations(work, blocks)
@@ -90,7 +93,7 @@ def forward_work(work: Workload, blocks: Blocks, streaming: Streaming = RESIDENT
 def backward_work(
     work: Workload, blocks: Blocks, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT
 ) -> ComputeWork:
-    """One pass: gradients of everything, and recomputed forwards."""
+    """Work of one backward pass: all gradients, and the forward of recomputed blocks."""
     shape, batches = work.shape, work.alive(streaming)
     recomputed = (blocks.moved, blocks.moved + blocks.recomputed)
     saved = BACKWARD_PASSES * _weighed_bytes(work) + FORWARD_PASSES * work.sum_of("saved", *recomputed)
@@ -113,12 +116,12 @@ def _weighed_bytes(work: Workload) -> float:
 
 
 def _loads(work: Workload, streaming: Streaming) -> int:
-    """Copies and reads that bring the streamed segments to the device once."""
+    """Number of copies and reads that bring the streamed segments to the device once."""
     return work.units.count[streaming.units] + work.units.count[streaming.nvme]
 
 
 def update_work(work: Workload, optimizer: OptimizerPlan) -> ComputeWork:
-    """One step: costs of chunks apart from their bytes, for which CPU and device have rates."""
+    """Work of the update of one step: operations per chunk, without its bytes, for which CPU and device have rates."""
     each = (
         RESIDENT_OPERATIONS * optimizer.resident_share
         + UPDATE_OPERATIONS * optimizer.cpu_share
@@ -129,6 +132,7 @@ def update_work(work: Workload, optimizer: OptimizerPlan) -> ComputeWork:
 
 
 def num_chunks(work: Workload, optimizer: OptimizerPlan) -> float:
-    """Pieces in which gradients arrive and updates are made: tensors, and chunks of large ones where they offload."""
+    """Number of pieces in which gradients arrive and updates are made: tensors and, if the optimizer offloads, chunks
+    of large tensors."""
     chunks = work.rank_parameters / optimizer.chunk_parameters if optimizer.offloads else 0.0
     return work.shape.num_tensors + ceil(chunks)

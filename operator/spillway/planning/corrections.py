@@ -1,7 +1,7 @@
-"""Corrections: observed over predicted bytes of a model. Pure.
+"""Corrections: ratios of observed to predicted bytes of a model. Pure.
 
-A candidate of b predicted bytes counts as f x b. That fits a budget B where b <= B / f, so the search needs no other
-arithmetic than smaller budgets; the plan that comes of it says what was counted (TierBytes.correction).
+With factor f, a candidate of b predicted bytes counts as f x b. It fits a budget B if b <= B / f, so the search needs
+only smaller budgets and no other arithmetic. The resulting plan says what was added (TierBytes.correction).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Corrections:
     host: float = 1.0
     nvme: float = 1.0
     pod: float = 1.0
-    """Factor for the whole memory of a pod, for what no plan counts."""
+    """Factor for the whole memory of a pod, which includes what no plan counts."""
     nvme_most_bytes: int | None = None
-    """Counted bytes of a rank for which its spill volume has space; None: as much as the node says."""
+    """The most counted bytes of a rank for which its spill volume has space; None: as many as the node says."""
     reasons: tuple[str, ...] = ()
     """A sentence for each factor above 1."""
     after_failure: bool = False
@@ -39,7 +39,7 @@ class Corrections:
         return max(self.device, self.host, self.nvme, self.pod) <= 1.0 and self.nvme_most_bytes is None
 
     def and_also(self, other: Corrections) -> Corrections:
-        """The more careful of both, factor by factor."""
+        """The more cautious of both, factor by factor."""
         most = [bytes_ for bytes_ in (self.nvme_most_bytes, other.nvme_most_bytes) if bytes_ is not None]
         return Corrections(
             device=max(self.device, other.device),
@@ -52,14 +52,15 @@ class Corrections:
         )
 
     def searched(self, budget: Mapping[Tier, int]) -> dict[Tier, int]:
-        """Predicted bytes that `budget` has room for."""
+        """The most predicted bytes that fit in `budget`."""
         room = dict(budget)
         if self.nvme_most_bytes is not None:
             room[Tier.NVME] = min(room[Tier.NVME], self.nvme_most_bytes)
         return {tier: int(size / self.of(tier)) for tier, size in room.items()}
 
     def counted(self, held: Mapping[Tier, TierBytes], budget: Mapping[Tier, int]) -> dict[Tier, TierBytes]:
-        """What a plan of `held` predicted bytes, which fit `searched(budget)`, counts as: never above the budget."""
+        """`held` with the bytes that corrections add to the predicted bytes, which fit `searched(budget)`. The result
+        never exceeds `budget`."""
         return {
             tier: found.model_copy(
                 update={"correction": self._added(tier, found.predicted, budget[tier] - found.reserve)}
@@ -71,7 +72,7 @@ class Corrections:
         return max(0, min(ceil(predicted * self.of(tier)), budget_bytes) - predicted)
 
     def lacking(self, outcome: Infeasible, budget: Mapping[Tier, int]) -> Infeasible:
-        """`outcome` of a search in `searched(budget)`, in counted bytes."""
+        """`outcome`, of a search within `searched(budget)`, converted to counted bytes and `budget`."""
         missing = {
             tier: max(1, ceil((outcome.budget[tier] + amount) * self.of(tier)) - budget[tier])
             for tier, amount in outcome.missing_bytes.items()
@@ -80,7 +81,7 @@ class Corrections:
         return outcome.model_copy(update={"missing_bytes": missing, "budget": dict(budget), "nearest": nearest})
 
     def unplanned_bytes(self, pod_memory_bytes: int) -> int:
-        """More than `pod_memory_bytes`, which is what a pod should take."""
+        """Bytes that a pod takes in addition to `pod_memory_bytes`, which it should take."""
         return ceil((self.pod - 1.0) * pod_memory_bytes)
 
 
@@ -88,7 +89,8 @@ NO_CORRECTIONS = Corrections()
 
 
 def corrected(plan: MemoryPlan, corrections: Corrections) -> MemoryPlan:
-    """A plan that was searched in `corrections.searched(plan.budget)`."""
+    """`plan`, which was found within `corrections.searched(plan.budget)`, with corrections added to its bytes and
+    reasons."""
     if corrections.change_nothing:
         return plan
     changes = {

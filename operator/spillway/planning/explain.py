@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from spillway.plan import Alternative, DeviceKind, Infeasible, Policy, Prediction, Strategy, Tier
+from spillway.plan import Alternative, Infeasible, Policy, Prediction, Tier
 from spillway.planning.candidates import (
     AUTO_STRATEGIES,
     TIE,
@@ -15,6 +15,7 @@ from spillway.planning.candidates import (
     Timed,
     best,
     rates_of,
+    run_strategies,
     timed,
     why_not_lean,
 )
@@ -29,7 +30,7 @@ from spillway.planning.footprint import (
 )
 from spillway.planning.search import Search
 from spillway.planning.step_time import stored_states_bytes, update_seconds
-from spillway.planning.workload import RUN_STRATEGY, ZERO_STRATEGIES, Streaming, Workload
+from spillway.planning.workload import ZERO_STRATEGIES, Streaming, Workload
 from spillway.units import MIB, format_bytes, format_quantity
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
@@ -53,7 +54,7 @@ def reasons(search: Search, chosen: Timed) -> Iterator[str]:
 
 
 def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> Iterator[str]:
-    """For the modes in which the spec decides; `advised` is what Auto would do, None when nothing fits."""
+    """Reasons for the modes in which the spec decides; `advised` is what Auto would do, None when nothing fits."""
     question = search.question
     yield f"memory.mode {question.mode}: the spec decides, budgets are not checked"
     yield from _not_as_asked(question, chosen.candidate)
@@ -64,7 +65,8 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
     elif question.mode == "Advise" and advised is not None:
         yield f"mode Auto would take {advised.prediction.step} per step:"
         said = {*_not_as_asked(question, chosen.candidate)}
-        yield from (reason for reason in reasons(search, advised) if reason not in said)
+        of_auto = Search(replace(question, strategy=advised.candidate.work.strategy))
+        yield from (reason for reason in reasons(of_auto, advised) if reason not in said)
 
 
 def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
@@ -73,8 +75,8 @@ def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
     if question.world_size == 1:
         if asked not in ("Auto", strategy):
             yield f"strategy {strategy}: one rank has nothing to shard (the spec asks for {asked})"
-    elif strategy != RUN_STRATEGY:
-        yield from _why_not_run(strategy, asked, question.node.device_kind)
+    elif strategy in ZERO_STRATEGIES and question.node.device_kind == "Cuda":
+        yield f"not runnable yet: {strategy} does not run on Cuda devices; use Fsdp"
     if question.job.spec.model.precision.compute == "float16" and question.node.device_kind == "Cpu":
         yield "predicted seconds: computed with the rates of bfloat16, but a CPU computes float16 more slowly"
     if question.overlap in ("Forward", "Backward") and not chosen.optimizer.offloads:
@@ -84,40 +86,25 @@ def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
         )
 
 
-def _why_not_run(strategy: Strategy, asked: str, device: DeviceKind) -> Iterator[str]:
-    """Sharded models run only on CPUs so far, and only if the spec names the strategy."""
-    if asked == "Auto" and device == "Cuda":
-        yield (
-            f"not runnable yet: only {RUN_STRATEGY} runs on Cuda devices; a job with strategy Auto runs as "
-            f"{RUN_STRATEGY}"
-        )
-    elif asked == "Auto":
-        yield (
-            f"a job with strategy Auto runs as {RUN_STRATEGY}; set spec.parallelism.strategy: {strategy} to run this "
-            "plan"
-        )
-    elif device == "Cuda":
-        yield f"not runnable yet: {strategy} does not run on Cuda devices; use {RUN_STRATEGY}"
-
-
 def _strategy_reasons(search: Search, chosen: Timed) -> Iterator[str]:
     if search.question.world_size > 1:
-        yield _strategy_reason(search, chosen)
+        yield _strategy_reason(search.question)
     yield from _not_as_asked(search.question, chosen.candidate)
 
 
-def _strategy_reason(search: Search, chosen: Timed) -> str:
-    question, strategy = search.question, chosen.candidate.work.strategy
-    if question.strategy == "Auto" and question.job.spec.model.precision.compute == "float16":
-        return f"strategy {strategy}: the only one with a loss scale for float16"
-    if question.strategy == "Auto" and question.job.spec.training.optimizer.moments == "int8":
-        return f"strategy {strategy}: the only one that works with int8 moments"
-    if question.strategy == "Auto":
-        fit = sorted(one for one in search.strategies if one == strategy or search.of_strategy(one).fits())
-        best_of = "the only one that fits" if len(fit) == 1 else f"the best of {', '.join(fit)}"
-        return f"strategy {strategy}: {best_of}"
-    asked = question.job.spec.parallelism.strategy == strategy
-    return f"strategy {strategy}: " + ("the spec asks for it" if asked else "Auto uses it")
+def _strategy_reason(question: Question) -> str:
+    strategy, spec = question.strategy, question.job.spec
+    if spec.parallelism.strategy == strategy:
+        why = "the spec asks for it"
+    elif question.is_kept:
+        why = "as in earlier attempts"
+    elif spec.model.precision.compute == "float16":
+        why = "the only one with a loss scale for float16"
+    elif spec.training.optimizer.moments == "int8":
+        why = "the only one that works with int8 moments"
+    else:
+        why = "it fits" if strategy == AUTO_STRATEGIES[0] else f"{AUTO_STRATEGIES[0]} does not fit"
+    return f"strategy {strategy}: {why}"
 
 
 def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
@@ -145,7 +132,7 @@ def _parameter_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
 
 
 def _resident(work: Workload, streaming: Streaming) -> str:
-    """The segments that stay on the device, by name, and what they are worth it for."""
+    """The segments that stay on the device, by name, and why."""
     stay = [index for unit in work.units.segments[streaming.units :] for index in unit]
     shape, last = work.shape, work.shape.num_segments - 1
     tied = {index for pair in shape.tied for index in pair}
@@ -272,8 +259,8 @@ def _lean_reason(chosen: Candidate) -> str:
 
 
 def endurance(prediction: Prediction) -> str:
-    """What one rank writes to its share of the drives, and how long they last at that rate, where the catalog knows
-    what they are rated for."""
+    """What one rank writes to its share of the drives, and how long these last at that rate, if the catalog has their
+    rated total."""
     years = prediction.years_until_rated_writes
     lasts = "" if years is None else f"; the drives reach their rated total writes in {years:.2g} years"
     written = format_bytes(prediction.nvme_written_bytes_per_day)
@@ -290,7 +277,7 @@ def _counted(*parts: tuple[str, float, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What people would try by hand: some parts forced, the rest planned."""
+    """A plan that people would try by hand: some parts are forced, the others planned."""
 
     summary: str
     placement: str = "Auto"
@@ -319,21 +306,19 @@ _VARIANTS = (
 
 
 def alternatives(search: Search, chosen: Timed | None) -> Iterator[Alternative]:
-    """What lost, with its seconds or its missing bytes. `chosen` is None when nothing fits."""
+    """Alternatives that lost, with their seconds or missing bytes. `chosen` is None when nothing fits."""
     question = search.question
-    searched = question.strategy == "Auto" and question.world_size > 1
-    ours = chosen.candidate.work.strategy if chosen else AUTO_STRATEGIES[-1]
     for variant in _VARIANTS:
         varied = variant.of(question)
         if varied is not None:
-            yield from _lost(Search(replace(varied, strategy=ours) if searched else varied), variant.summary, chosen)
+            yield from _lost(Search(varied), variant.summary, chosen)
     if chosen is not None and chosen.candidate.streaming.units:
         order = chosen.candidate.streaming.order
         names = {"InOrder": "weight-stationary", "WeightStationary": "one micro-batch after the other"}
         yield from _lost(search.not_in(order), f"streamed {names[order]}", chosen)
-    for strategy in AUTO_STRATEGIES if searched else ():
-        if strategy != ours:
-            yield from _lost(search.of_strategy(strategy), f"strategy {strategy}", chosen)
+    for strategy in run_strategies(question.job.spec, question.world_size):
+        if strategy != question.strategy:
+            yield from _lost(Search(replace(question, strategy=strategy)), f"strategy {strategy}", chosen)
 
 
 def _lost(search: Search, summary: str, chosen: Timed | None) -> Iterator[Alternative]:
@@ -394,8 +379,8 @@ def unexplained(search: Search) -> Infeasible:
 
 
 def _too_large(question: Question) -> str:
-    """A sentence about the largest segment, where its parameters alone exceed the device's budget: then streaming does
-    not help. Else empty."""
+    """A sentence about the largest segment if its parameters alone exceed the device's budget, so that streaming does
+    not help; else empty."""
     largest = max(question.shape.segments, key=lambda one: one.parameter_bytes)
     budget = question.budget[Tier.DEVICE]
     if largest.parameter_bytes <= budget:
@@ -421,13 +406,13 @@ _FIELDS = {
     "parameters": "spec.memory.advanced.parameters.placement",
     "overlap": "spec.memory.advanced.optimizer.overlap",
 }
-"""Parts of a Question that a job may force."""
+"""Parts of a Question that a job may force, and the fields that force them."""
 _FIT_AS_WELL = ("Auto", "None", "Forward")
-"""Values of overlap that take no memory."""
+"""Values of these parts that take no memory."""
 
 
 def _remedies(search: Search, nearest: Candidate) -> Iterator[str]:
-    """Changes of one kind that were planned and found to fit, as YAML."""
+    """Changes of one kind each, with which the planner found a plan that fits, as YAML."""
     question = search.question
     if not nearest.missing:
         limit = timed(question, nearest).prediction.drive_writes_per_day
@@ -445,7 +430,8 @@ def _remedies(search: Search, nearest: Candidate) -> Iterator[str]:
 
 
 def _smaller_micro_batch(question: Question) -> int | None:
-    """The largest one below the present that divides the batch and fits; only rounding changes with it."""
+    """The largest micro-batch size, at most half of the present one, that divides the batch and with which the job
+    fits; it changes nothing but rounding. None if there is none."""
     per_rank = question.job.spec.training.global_batch_size // question.world_size
     sizes = (size for size in range(question.micro_batch_size // 2, 0, -1) if per_rank % size == 0)
     return next((size for size in sizes if Search(replace(question, micro_batch_size=size)).fits()), None)
@@ -477,7 +463,8 @@ def _capacities(question: Question) -> dict[Tier, int]:
 
 
 def _larger_node(search: Search, nearest: Candidate) -> str:
-    """What no change of one field on this node can give: all of its memory, or that of another one."""
+    """What would make a job fit if no change of one field on this node does: all memory of the node, or a larger
+    node."""
     question = search.question
     capacities = _capacities(question)
     ranks = {tier: 1 if tier is Tier.DEVICE else question.local_ranks for tier in Tier}

@@ -1,9 +1,9 @@
-"""Footprint: bytes of one rank in each tier, as the trainer holds them. Arithmetic only; every function is one row.
+"""Footprint: bytes of one rank in each tier, as the trainer holds them. Arithmetic only; each function is one row.
 
-P = trained parameters of this rank's shard; b = bytes of the compute type, w = of a trained parameter's; c, g, s, n =
-shares of the optimizer updated by the CPU, streamed through the device, resident on it, on NVMe. In order,
-micro-batches run one after the other and activations of one are alive; weight-stationary, those of all M between
-forward and backward are. docs/planning.md writes the rows down as formulas.
+P = trained parameters of this rank's shard; b = bytes of the compute type, w = bytes of a trained parameter; c, g, s,
+n = shares of the optimizer that are updated by the CPU, streamed through the device, resident on it, on NVMe. In order,
+micro-batches run one after the other, and the activations of one are alive; in weight-stationary order, those of all M
+are alive between forward and backward. docs/planning.md states the rows as formulas.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from spillway.plan import OptimizerPlan, ParameterPlan, Policy, Tier, TierBytes
+from spillway.plan import NCCL_BYTES, OptimizerPlan, ParameterPlan, Policy, Tier, TierBytes
 from spillway.planning.model_shape import FLOAT32_BYTES
 from spillway.planning.workload import (
     ALLOCATOR_BYTES,
     CACHE_LINE_BYTES,
-    DIVIDING_STRATEGIES,
+    DEVICE_EXCHANGE_PARAMETERS,
     EXCHANGE_PARAMETERS,
     LOSS_BYTES,
     NUM_GATHERED_SEGMENTS,
@@ -41,7 +41,7 @@ from spillway.update_rules import REST_BITS, STATE_BYTES
 
 
 def homes(work: Workload, streaming: Streaming) -> tuple[Tier, ...]:
-    """One a segment, in forward order; empty when all are resident."""
+    """The home of each segment, in forward order; empty if all are resident."""
     if not streaming.units:
         return ()
     found = [Tier.DEVICE] * work.shape.num_segments
@@ -61,7 +61,7 @@ def parameter_plan(work: Workload, streaming: Streaming) -> ParameterPlan:
 
 
 def streamed_slot_bytes(work: Workload, streaming: Streaming) -> int:
-    """Device slots of the largest streamed segment."""
+    """Bytes of the device slots, each as large as the largest streamed segment."""
     return streaming.num_slots * work.units.largest[streaming.units]
 
 
@@ -75,7 +75,8 @@ def nvme_home_bytes(work: Workload, streaming: Streaming) -> int:
 
 
 def home_staging_bytes(work: Workload, streaming: Streaming) -> int:
-    """Host buffers that segments on NVMe pass through: one is read while the other goes up."""
+    """Bytes of the host buffers through which segments on NVMe pass: one is read while the other is copied to the
+    device."""
     return NUM_SLOTS * padded(work.units.largest_nvme[streaming.nvme])
 
 
@@ -88,7 +89,7 @@ def forced_share(work: Workload, streaming: Streaming) -> float:
 
 
 def parameter_bytes(work: Workload, streaming: Streaming = RESIDENT) -> int:
-    """What is resident, and the position tables."""
+    """Bytes of resident parameters and position tables on the device."""
     shape = work.shape
     whole = (
         work.rank_parameter_bytes if work.is_cut_by_rows else ceil(shape.parameter_bytes / work.shards("parameters"))
@@ -97,16 +98,16 @@ def parameter_bytes(work: Workload, streaming: Streaming = RESIDENT) -> int:
 
 
 def gathered_parameter_bytes(work: Workload) -> int:
-    """Whole copies of the largest segments' parameters, when ranks hold only shards."""
+    """Bytes of whole copies of the largest segments' parameters, if ranks hold only shards; else 0."""
     if work.shards("parameters") == 1:
         return 0
     return NUM_GATHERED_SEGMENTS * work.largest_gathered_bytes
 
 
 def transient_gradient_bytes(work: Workload) -> int:
-    """w x the largest parameter, between backward and its accumulator. Under ZeRO: one more bucket, sent to its owners,
-    and the float32 sum of one piece. Under FSDP2: a whole segment, and the sum of one piece in addition to the previous
-    one, which the optimizer still reads."""
+    """Bytes of gradients between backward and their accumulators: w x the largest parameter. Under ZeRO also one more
+    bucket, which is sent to its owners, and the float32 sum of one piece. Under FSDP2 instead a whole segment, and the
+    float32 sums of two pieces: the current one, and the previous one, which the optimizer still reads."""
     shape, w = work.shape, work.shape.trained_bytes
     if work.is_cut_by_rows:
         return w * work.largest_segment + 2 * FLOAT32_BYTES * work.largest_piece
@@ -117,7 +118,8 @@ def transient_gradient_bytes(work: Workload) -> int:
 
 
 def cpu_accumulated(work: Workload, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> float:
-    """Values whose accumulator is in host memory: all of the streamed ones, and the CPU's share of the others."""
+    """Number of values whose accumulator is in host memory: all values of streamed segments, and the CPU's share of the
+    others."""
     forced, total = work.units.accumulated[streaming.units], work.shape.num_accumulated
     x = forced_share(work, streaming)
     rest = max(0.0, optimizer.updated_by_cpu - x) / (1.0 - x) if x < 1.0 else 0.0
@@ -125,20 +127,20 @@ def cpu_accumulated(work: Workload, optimizer: OptimizerPlan, streaming: Streami
 
 
 def accumulator_bytes(work: Workload, values: float) -> int:
-    """float32, one per use: tied parameters have two."""
+    """Bytes of the float32 accumulators of `values`, one per use: tied parameters have two."""
     if work.is_cut_by_rows:
         return ceil(FLOAT32_BYTES * values * work.rank_accumulated / work.shape.num_accumulated)
     return ceil(FLOAT32_BYTES * values / work.shards("gradients"))
 
 
 def states_bytes_per_parameter(work: Workload, on_cpu: bool) -> float:
-    """Moments and the float32 master; with float32 parameters the device's parameter is the master. Of many: a short
-    block is counted by `_short_blocks_bytes`."""
+    """Bytes of a parameter's moments and float32 master; a float32 parameter on the device is its own master. This is
+    an average over many parameters: `_short_blocks_bytes` counts the scales of short blocks."""
     return work.rule.states_bytes(has_master(work, on_cpu), work.moments)
 
 
 def streamed_bytes_per_parameter(work: Workload) -> float:
-    """States that pass through the device: of a master that is split, its lower half and a bit."""
+    """Bytes of a parameter's states that pass through the device: of a split master only its lower half and one bit."""
     whole = states_bytes_per_parameter(work, on_cpu=False)
     return whole - STATE_BYTES + REST_BITS / 8 if work.splits_masters else whole
 
@@ -148,19 +150,20 @@ def has_master(work: Workload, on_cpu: bool) -> bool:
 
 
 def state_row_bytes(work: Workload, size: int, on_cpu: bool) -> list[int]:
-    """Of each state of a chunk of `size` parameters: the trainer keeps each in a row of its own."""
+    """Bytes of each state of a chunk of `size` parameters; the trainer keeps each state in a row of its own."""
     moments = [work.moments.bytes_of(size) for _ in work.rule.moments]
     return [STATE_BYTES * size, *moments] if has_master(work, on_cpu) else moments
 
 
 def streamed_row_bytes(work: Workload, size: int) -> list[int]:
-    """The same of a chunk that is streamed."""
+    """The same for a chunk that is streamed."""
     rows = state_row_bytes(work, size, on_cpu=False)
     return [ceil(REST_BITS * size / 8), *rows[1:]] if work.splits_masters else rows
 
 
 def accumulator_slack_bytes(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
-    """What accumulators of a path may take beyond its share: chunks are whole, and each begins on a cache line."""
+    """Bytes that the accumulators of a path may take beyond its share, because chunks are whole and each begins on a
+    cache line."""
     if share == 0.0 or not optimizer.offloads:
         return 0
     return FLOAT32_BYTES * _whole_chunk(work, optimizer, share) + CACHE_LINE_BYTES * _num_chunks(work, optimizer)
@@ -175,14 +178,15 @@ def _whole_chunk(work: Workload, optimizer: OptimizerPlan, share: float) -> int:
 
 
 def _short_blocks_bytes(work: Workload, num_chunks: int) -> int:
-    """Scales of partly filled blocks: one per moment and chunk (or per parameter that is a single chunk)."""
+    """Bytes of the scales of partly filled blocks: one per moment and chunk (or per parameter that is a single
+    chunk)."""
     return work.moments.scale_bytes * len(work.rule.moments) * num_chunks
 
 
 def states_bytes(
     work: Workload, optimizer: OptimizerPlan, share: float, on_cpu: bool, *, streamed: bool = False
 ) -> int:
-    """Optimizer states of one path: whole chunks, each state of which begins on a cache line."""
+    """Bytes of the optimizer states of one path, in whole chunks; each state of a chunk begins on a cache line."""
     each = streamed_bytes_per_parameter(work) if streamed else states_bytes_per_parameter(work, on_cpu)
     if share == 0.0:
         return 0
@@ -195,7 +199,7 @@ def states_bytes(
 
 
 def slot_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
-    """Device slots that streamed states pass through."""
+    """Bytes of the device slots through which streamed states pass."""
     if optimizer.streamed_share == 0.0:
         return 0
     rows = streamed_row_bytes(work, _chunk(work, optimizer))
@@ -203,23 +207,25 @@ def slot_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
 
 
 def staging_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
-    """Host ring of gradients copied down to the CPU's accumulators, where they are not the host's own."""
+    """Bytes of the ring in host memory through which gradients are copied to the CPU's accumulators; 0 if the device's
+    memory is host memory."""
     if optimizer.updated_by_cpu == 0.0 or work.in_place:
         return 0
-    is_float32 = work.strategy in DIVIDING_STRATEGIES and work.world_size > 1
-    gradient = FLOAT32_BYTES if is_float32 else work.shape.trained_bytes
+    gradient = FLOAT32_BYTES if work.is_divided else work.shape.trained_bytes
     return NUM_STAGING_BUFFERS * padded(gradient * _chunk(work, optimizer))
 
 
 def upload_bytes(work: Workload, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> int:
-    """Host ring of updated values that the CPU cannot write where they live: on a device apart, on NVMe."""
+    """Bytes of the ring in host memory for updated values that the CPU cannot write in place, because the parameters
+    are on a separate device or on NVMe."""
     if optimizer.updated_by_cpu == 0.0 or (work.in_place and not streaming.nvme):
         return 0
     return NUM_STAGING_BUFFERS * padded(work.shape.trained_bytes * _chunk(work, optimizer))
 
 
 def speculation_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
-    """Second states of what backward updates, and the values made of them; every row of a chunk on a cache line."""
+    """Bytes of the second states of parameters that backward updates, and of the values made from them; every row of a
+    chunk begins on a cache line."""
     window = optimizer.speculative_parameters
     if not window:
         return 0
@@ -230,15 +236,15 @@ def speculation_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
 
 
 def state_window_bytes(work: Workload, optimizer: OptimizerPlan) -> int:
-    """Host buffers that states on NVMe pass through: each state of a chunk in whole pages."""
+    """Bytes of the host buffers through which states on NVMe pass; each state of a chunk takes whole pages."""
     if optimizer.nvme_share == 0.0:
         return 0
     return NUM_STATE_BUFFERS * sum(padded(row) for row in state_row_bytes(work, _chunk(work, optimizer), on_cpu=True))
 
 
 def nvme_states_bytes(work: Workload, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> int:
-    """States in the spill file, each of every chunk in whole pages. Those of streamed parameters are split separately,
-    so they may be off by a chunk of their own."""
+    """Bytes of states in the spill file; each state of a chunk takes whole pages. The states of streamed parameters are
+    split separately from the others, so each of the two groups may exceed its share by a chunk."""
     share = optimizer.nvme_share
     if share == 0.0:
         return 0
@@ -250,17 +256,23 @@ def nvme_states_bytes(work: Workload, optimizer: OptimizerPlan, streaming: Strea
 
 
 def _chunk(work: Workload, optimizer: OptimizerPlan) -> int:
-    """Chunks never span parameters."""
+    """Parameters of the largest chunk; chunks never span parameters."""
     return min(optimizer.chunk_parameters, work.shape.largest_parameter, work.rank_parameters)
 
 
 def exchange_bytes(work: Workload) -> int:
-    """Buffers of the sum of gradients over ranks: one bucket being sent, one being received, this rank's share of the
-    sum. In float32; bfloat16 takes less. In host memory, which may be the device's."""
+    """Bytes of the buffers for the sum of gradients over ranks: one bucket being sent, one being received, the sums and
+    this rank's share of them. The sums overwrite what was sent, except on devices with a 16-bit wire type. If gradients
+    are sharded, two buckets are exchanged at once."""
     if work.world_size == 1:
         return 0
-    segment = ceil(min(EXCHANGE_PARAMETERS, work.shape.num_accumulated) / work.world_size)
-    return FLOAT32_BYTES * segment * (2 * work.world_size + 1)
+    most = DEVICE_EXCHANGE_PARAMETERS if work.exchanges_on_device else EXCHANGE_PARAMETERS
+    num_values = work.largest_segment if work.is_cut_by_rows else work.shape.num_accumulated
+    segment = ceil(min(most, num_values) / work.world_size)
+    if work.is_divided:
+        return segment * (work.wire_bytes * 4 * work.world_size + FLOAT32_BYTES)
+    num_buffers = 1 + (work.exchanges_on_device and work.wire_bytes < FLOAT32_BYTES)
+    return segment * (work.wire_bytes * work.world_size * num_buffers + FLOAT32_BYTES * (work.world_size + 1))
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -268,15 +280,15 @@ def exchange_bytes(work: Workload) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """Device bytes for activations: the most that is held for later, and the temporaries of the peak beyond that, which
-    the trainer reserves for the whole run."""
+    """Device bytes for activations: the most that is held for backward, and the temporaries beyond that at the peak,
+    which the trainer reserves for the whole run."""
 
     activations: int
     buffers: int
-    """Copies in flight out of the device, and reloads."""
+    """Activations that are being copied out of the device or reloaded."""
     workspace: int
     holes: int = 0
-    """What the allocator takes beyond them at the peak, between blocks in use."""
+    """What the allocator takes in addition at the peak, between blocks in use."""
 
     @property
     def total(self) -> int:
@@ -284,17 +296,18 @@ class DevicePeak:
 
 
 def device_peak(work: Workload, blocks: Blocks, window_bytes: int, streaming: Streaming = RESIDENT) -> DevicePeak:
-    """Peak over forward and backward."""
+    """Peak device bytes over forward and backward."""
     return device_peaks(work, blocks, (window_bytes,), streaming)[0]
 
 
 def device_peaks(
     work: Workload, blocks: Blocks, windows_bytes: Sequence[int], streaming: Streaming = RESIDENT
 ) -> list[DevicePeak]:
-    """Peak over forward and backward, for each window.
+    """Peak device bytes over forward and backward, for each window.
 
-    An event sweep, not a sum: kept activations of late blocks are gone when spilled ones of early blocks come back.
-    Where equal blocks with equal answers follow one another the bytes rise or fall steadily: the ends are looked at.
+    This goes through the events of a pass instead of adding maxima, because kept activations of late blocks are gone
+    when spilled ones of early blocks come back. Within a run of equal blocks with equal policies the bytes only rise or
+    only fall, so it is enough to look at the ends of the run.
     """
     shape, tokens = work.shape, work.tokens
     stationary = streaming.order == "WeightStationary"
@@ -320,11 +333,11 @@ def device_peaks(
         others = (count - 1) * alive + alive - 1
         in_flight = moving if others else previous
         forward.append((resident + others * kept + now, in_flight, workspace))
-        # What is rebuilt comes back piece by piece; all of it at once is the most that this can take.
+        # Storages are rebuilt one by one; all of them at once is the most that they can take.
         again, workspace = block.rebuilt, block.backward
         if recomputes:
             again, workspace = block.saved, max(block.forward, block.backward)
-        # While a block is in backward, the one before it is on its way back.
+        # While a block is in backward, the activations of the block before it are being reloaded.
         backward.append((resident + alive * kept + again, moving + previous, workspace))
         resident += count * alive * kept
         if count > 1 or alive > 1:
@@ -334,19 +347,19 @@ def device_peaks(
     forward.append((head, previous, tokens * shape.head.forward_workspace_bytes))
     workspace, logits = tokens * shape.head.backward_workspace_bytes, 0
     if work.on_cuda:
-        # Where the head's logits lay in the compute type no block of float32 fits.
+        # The space that the head's logits in the compute type leave is too small for a block of float32 values.
         logits = workspace * shape.compute_bytes // (2 * FLOAT32_BYTES) * (shape.compute_bytes < FLOAT32_BYTES)
-        # The first of backward: no gradient is there yet (Assembly.start_backward), and they are counted beside. With
-        # them comes the gradient of the projection's input.
+        # This is the beginning of backward: gradients of parameters do not exist yet (Assembly.start_backward) but are
+        # counted elsewhere, so they are subtracted. When they exist, the gradient of the projection's input does, too.
         hidden = work.tokens * shape.compute_bytes * shape.hidden_size
         workspace = max(hidden, workspace - transient_gradient_bytes(work))
     backward.append((head, previous, workspace))
-    # Copies have the forward of the next block to leave in. Where they are later than that, or on their way out beside
-    # what comes back, whoever would go beyond the plan waits for them (DeviceLedger).
+    # Copies out are planned to end during the forward of the next block. If they are slower, or still leaving while
+    # others come back, whatever would exceed the plan waits for them (DeviceLedger).
     around = 0
     if work.on_cuda:
-        # Storages come back into other places than they left; and when the gradients of the micro-batch before are
-        # gone, what the next one has allocated since lies around them.
+        # Storages come back to other places than those that they left; and when the gradients of the previous
+        # micro-batch are freed, their space is enclosed by what the next micro-batch has allocated since.
         moved, gradients = 2 * work.largest_block.moved, transient_gradient_bytes(work)
         around = max(moved * (blocks.moved > 0), gradients * (work.num_micro_batches > 1))
     found = []
@@ -360,7 +373,8 @@ def device_peaks(
 
 
 def _intervals(work: Workload, blocks: Blocks) -> Iterator[tuple[Policy, BlockBytes, int]]:
-    """Equal neighbours with equal answers, in forward order, and how many they are."""
+    """The policy, the block and the number of blocks of each run of equal neighbours with equal policies, in forward
+    order."""
     for answer, start, end in blocks.pieces:
         for run in work.runs:
             count = min(end, run.end) - max(start, run.start)
@@ -369,8 +383,9 @@ def _intervals(work: Workload, blocks: Blocks) -> Iterator[tuple[Policy, BlockBy
 
 
 def held_input_bytes(work: Workload, blocks: Blocks, *, inputs_leave: bool) -> int:
-    """Of one micro-batch, what the first recomputed block gets and stays on the device though the segment before it
-    did not make it; and, where inputs leave, what comes without gradient: it belongs to the caller, and stays."""
+    """Bytes of one micro-batch that the first recomputed block gets and that stay on the device, although the segment
+    before it did not make them. If inputs leave the device, those without a gradient are included: they belong to the
+    caller, so they stay."""
     if not blocks.recomputed:
         return 0
     first = next(run.block for run in work.runs if run.end > blocks.moved)
@@ -381,33 +396,33 @@ def held_input_bytes(work: Workload, blocks: Blocks, *, inputs_leave: bool) -> i
 
 
 def frontier_bytes(work: Workload) -> int:
-    """Weight-stationary: what one segment hands on to the next, of every micro-batch, and one more that is being made;
-    in backward as much of gradients."""
+    """Bytes of the frontier in weight-stationary order: what one segment hands on to the next, for every micro-batch,
+    and one more that is being made. In backward the gradients of these take as much."""
     return (work.num_micro_batches + 1) * work.tokens * work.shape.widest_output_bytes
 
 
 def spilled_boundary_bytes(work: Workload, blocks: Blocks, streaming: Streaming) -> int:
-    """Weight-stationary with boundaries off the device: the frontier, and what of it is kept for backward. Tensors that
-    are not worth moving stay on the device."""
+    """Bytes of boundaries that are off the device in weight-stationary order: the frontier, and inputs that are kept
+    for backward. Tensors that are not worth moving stay on the device."""
     if streaming.boundaries is Policy.KEEP:
         return 0
     return waiting_frontier_bytes(work) + kept_boundary_bytes(work, blocks, streaming.boundaries)
 
 
 def waiting_frontier_bytes(work: Workload) -> int:
-    """The part of the frontier that is worth moving."""
+    """Bytes of the part of the frontier that is worth moving."""
     return (work.num_micro_batches + 1) * padded(max(work.handed_on_bytes))
 
 
 def kept_boundary_bytes(work: Workload, blocks: Blocks, tier: Policy) -> int:
-    """The inputs of every recomputed block, which wait on `tier` until backward needs them. What segments hand on
-    unchanged is copied once for each of them, also for moved blocks."""
+    """Bytes of the inputs of all recomputed blocks, which wait on `tier` until backward needs them. A tensor that
+    segments hand on unchanged is copied once for each of them, also for moved blocks."""
     copies = padded(work.sum_of("passed_large", 0, blocks.moved))
     return work.num_micro_batches * (recomputed_input_bytes(work, blocks, tier) + copies)
 
 
 def recomputed_input_bytes(work: Workload, blocks: Blocks, tier: Policy) -> int:
-    """Of one micro-batch, those that wait on `tier`."""
+    """Bytes of the recomputed blocks' inputs that wait on `tier`, for one micro-batch."""
     field = "input_nvme" if tier is Policy.NVME else "input_host"
     return work.sum_of(field, blocks.moved, blocks.moved + blocks.recomputed)
 
@@ -429,17 +444,19 @@ def device_bytes(
         activations=peak.activations,
         buffers=slot_bytes(work, optimizer)
         + streamed_slot_bytes(work, streaming)
-        + exchange_bytes(work) * (not work.on_cuda)
+        + exchange_bytes(work)
         + peak.buffers,
         workspace=peak.workspace,
-        allocator=peak.holes + ALLOCATOR_BYTES * work.on_cuda,
+        allocator=peak.holes
+        + ALLOCATOR_BYTES * work.on_cuda
+        + (NCCL_BYTES + work.largest_gathered_bytes * work.is_cut_by_rows) * work.exchanges_on_device,
     )
 
 
 def host_bytes(
     work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, streaming: Streaming = RESIDENT
 ) -> TierBytes:
-    """Everything of one rank in host memory, pinned or about to be; the process itself is not counted."""
+    """Bytes of one rank in host memory, all of it pinned now or later; the process itself is not counted."""
     slack = accumulator_slack_bytes(work, optimizer, optimizer.updated_by_cpu)
     accumulators = accumulator_bytes(work, cpu_accumulated(work, optimizer, streaming)) + slack
     has_aliases = work.shape.num_accumulated > work.shape.num_trained
@@ -452,8 +469,7 @@ def host_bytes(
         optimizer_states=padded(on_cpu + streamed),
         activations=work.alive(streaming) * work.sum_of("moved_host", blocks.nvme, blocks.moved)
         + (spilled_boundary_bytes(work, blocks, streaming) if in_host else 0),
-        buffers=padded(exchange_bytes(work) * work.on_cuda)
-        + staging_bytes(work, optimizer)
+        buffers=staging_bytes(work, optimizer)
         + upload_bytes(work, optimizer, streaming)
         + speculation_bytes(work, optimizer)
         + state_window_bytes(work, optimizer)
@@ -463,15 +479,15 @@ def host_bytes(
 
 
 def nvme_staging_bytes(work: Workload, window_bytes: int) -> int:
-    """Host buffers between device and NVMe: for copies out, or for the segments being reloaded. Where the device's
-    memory is the host's, one piece at a time is aligned for the file, and reads need none."""
+    """Bytes of the host buffers between device and NVMe: for copies out, or for the segments being reloaded. If the
+    device's memory is host memory, only one piece at a time is aligned for the file, and reads need no buffer."""
     if work.in_place:
         return PIECE_BYTES
     return max(window_bytes, NUM_RELOADED_SEGMENTS * work.largest_block.moved_nvme)
 
 
 def nvme_bytes(work: Workload, optimizer: OptimizerPlan, blocks: Blocks, streaming: Streaming = RESIDENT) -> TierBytes:
-    """Everything of one rank on NVMe."""
+    """Bytes of one rank on NVMe."""
     boundaries = spilled_boundary_bytes(work, blocks, streaming) if streaming.boundaries is Policy.NVME else 0
     return TierBytes(
         parameters=nvme_home_bytes(work, streaming),
@@ -483,7 +499,7 @@ def nvme_bytes(work: Workload, optimizer: OptimizerPlan, blocks: Blocks, streami
 def tier_bytes(
     work: Workload, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, streaming: Streaming = RESIDENT
 ) -> dict[Tier, TierBytes]:
-    """All tiers of one rank."""
+    """Bytes of one rank in all tiers."""
     return {
         Tier.DEVICE: device_bytes(work, optimizer, device_peak(work, blocks, window_bytes, streaming), streaming),
         Tier.HOST: host_bytes(work, optimizer, blocks, window_bytes, streaming),

@@ -1,6 +1,6 @@
-"""Hardware: what a node has and how fast it moves bytes. Figures live in catalog/*.toml, each with its source.
+"""Hardware: what a node has and how fast it moves bytes. Figures are in catalog/*.toml, each with its source.
 
-"h100", "h100-80"   one rank of the node class as the job asks for it
+"h100", "h100-80"   the node class with the catalog's number of devices
 "8xh100"            the same node with that many devices
 "h100+nvme-gen5", "h100+16xlocal-ssd"   with drives of another class
 """
@@ -22,9 +22,10 @@ from spillway.plan import DeviceKind
 DISK_SHARE = 0.9
 """Share of the drives' capacity that spill may use."""
 MEASURED = "-measured"
-"""Suffix of the name of a node whose rates are not the catalog's."""
+"""Suffix of the name of a node whose rates were measured, not taken from the catalog."""
 CIPHER_BYTES_PER_SECOND = 4e9
-"""AES-256-XTS by one thread in units of 4 KiB: measured on a hyperthread of a Sapphire Rapids server, November 2026"""
+"""Rate of AES-256-XTS by one thread in units of 4 KiB: measured on a hyperthread of a Sapphire Rapids server, November
+2026."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Link:
     h2d_bytes_per_second: float
     d2h_bytes_per_second: float
     duplex_efficiency: float
-    """What remains of each direction if both are busy."""
+    """The fraction of each direction's rate that remains if both are busy."""
     devices_per_root_port: int
     """Devices that share the rates."""
 
@@ -51,18 +52,18 @@ class NodeSpec:
     bfloat16_flops_per_second: float
     float32_flops_per_second: float
     device_bytes_per_second: float
-    """Device memory."""
+    """Rate of device memory."""
     link: Link
     interconnect_bytes_per_second: float
-    """Between devices of the node, per device, one direction."""
+    """Rate between devices of the node, per device, one direction."""
     network_bytes_per_second: float
-    """Between nodes, per device, one direction."""
+    """Rate between nodes, per device, one direction."""
     num_cores: int
     host_bytes: int
     dram_bytes_per_second: float
-    """Host memory, cores and copies together."""
+    """Rate of host memory, for cores and copies together."""
     cpu_bytes_per_second: float
-    """Host memory, streamed by the cores alone."""
+    """Rate at which the cores alone stream host memory."""
     nvme_bytes: int
     nvme_read_bytes_per_second: float
     nvme_write_bytes_per_second: float
@@ -79,12 +80,12 @@ class NodeSpec:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether rates were measured there."""
+        """Whether the rates were measured on the node."""
         return self.name.endswith(MEASURED)
 
     @property
     def copies_use_cores(self) -> bool:
-        """On a CPU device a copy takes the cores that compute; on a GPU copy engines do it."""
+        """Whether copies take the cores that compute, as on a CPU device; on a GPU, copy engines do them."""
         return self.device_kind == "Cpu"
 
     def bytes_of_device(self, local_ranks: int) -> int:
@@ -94,7 +95,7 @@ class NodeSpec:
         return min(self.device_bytes, self.num_devices * self.device_bytes // local_ranks)
 
     def flops_per_second(self, compute: str) -> float:
-        """Both types of 16 bits count as bfloat16, as GPUs do them; a CPU's float16 is slower than that."""
+        """Float16 counts as bfloat16, because GPUs compute both at one rate; a CPU's float16 is slower than that."""
         return self.float32_flops_per_second if compute == "float32" else self.bfloat16_flops_per_second
 
     def values_per_second(self, compute: str) -> float:
@@ -107,8 +108,8 @@ def node_names() -> list[str]:
 
 
 def resolve_node(name: str) -> NodeSpec:
-    """The node class called `name`, an alias of it, or COUNTxNAME, each with +DISK or +COUNTxDISK for other drives than
-    its own. Raises UserError with the nearest names."""
+    """The node class called `name`, an alias of it, or COUNTxNAME, each optionally with +DISK or +COUNTxDISK for other
+    drives than its own. Raises UserError with the nearest names."""
     wanted, plus, drives = name.strip().lower().partition("+")
     match = re.fullmatch(_COUNTED, wanted)
     if match is None:
@@ -156,14 +157,14 @@ def local_node(num_cores: int, device_bytes: int, host_bytes: int, nvme_bytes: i
         float32_flops_per_second=node.float32_flops_per_second * share,
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
-        nvme_rated_bytes=0.0,  # nobody knows the drive
+        nvme_rated_bytes=0.0,  # the drive is unknown
     )
 
 
 def gpu_node(product: str, memory_bytes: int | None, num_devices: int) -> NodeSpec:
-    """The catalog's class for a GPU as the cluster names it (label nvidia.com/gpu.product); `memory_bytes` is what its
-    driver reports, where known. For a product that is not in the catalog: the largest class with no more memory, and of
-    unknown memory the smallest, so that a plan for it fits."""
+    """The catalog's class for a GPU that the cluster calls `product` (label nvidia.com/gpu.product); `memory_bytes` is
+    what its driver reports, if known. For a product that is not in the catalog, it is the largest class with no more
+    memory, or, if the memory is unknown, the smallest, so that a plan for it fits."""
     entries = {name: entry for name, entry in _catalog().items() if entry["kind"] == "Cuda"}
     sizes = {name: int(entry["device"]["memory_bytes"]["value"]) for name, entry in entries.items()}
     named = [name for name, entry in entries.items() if product in entry["products"]]
@@ -195,7 +196,7 @@ def _catalog() -> dict[str, dict[str, Any]]:
 def _node(name: str) -> NodeSpec:
     entry = _catalog()[name]
     device, links, node = (_values(entry[part]) for part in ("device", "links", "node"))
-    # Figures of a CPU's compute are per core: its device is all of its cores.
+    # The catalog has a CPU's compute rates per core; the device of a CPU node is all of its cores.
     cores = node["num_cores"] if entry["kind"] == "Cpu" else 1
     return NodeSpec(
         name=name,
@@ -222,7 +223,7 @@ def _node(name: str) -> NodeSpec:
 
 
 def _drives(name: str, count: int) -> dict[str, Any]:
-    """Fields of NodeSpec."""
+    """The fields of NodeSpec for `count` drives of a class."""
     disk = _values(_catalog()[name]["disk"])
     return {
         "nvme_bytes": int(count * disk["capacity_bytes"] * DISK_SHARE),

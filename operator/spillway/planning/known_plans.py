@@ -1,10 +1,10 @@
 """Caches make_plan: jobs with the same question share one answer.
 
-A plan takes a fraction of a second to seconds to find, and jobs come in crowds that differ in name, seed and learning
-rate. make_plan is pure, so an answer holds for good; the last MOST_KNOWN answers are kept.
+Finding a plan takes a fraction of a second or up to seconds, and many jobs differ only in name, seed and learning rate.
+make_plan is pure, so an answer stays valid; the MOST_KNOWN answers that were used last are kept.
 
-A program that may not block finds plans elsewhere: inside `only_known` an unknown plan raises PlanMissing with its
-question, and `remember` stores the answer.
+A program that must not block finds plans elsewhere: inside `only_known`, asking for an unknown plan raises PlanMissing
+with the question, and `remember` stores the answer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """What make_plan is asked, equal for all jobs that get the same plan."""
+    """One question to make_plan; equal for all jobs that get the same plan."""
 
     spec: str
     name: str
-    """Name of a sweep, which its plan contains in several places; empty for one model."""
+    """Name of a sweep, because its plan contains the name in several places; empty for one model."""
     node: NodeSpec
     overrides: Overrides
     explained: bool
@@ -51,7 +51,7 @@ PlanAnswer = MemoryPlan | Infeasible | Exception
 
 
 class PlanMissing(BaseException):
-    """Raised inside `only_known`. No error: whoever handles errors of planning must not handle it."""
+    """Raised inside `only_known`. Not an Exception, because code that handles errors of planning must not handle it."""
 
     def __init__(self, questions: tuple[PlanQuestion, ...]) -> None:
         super().__init__(f"{len(questions)} plans are not computed yet")
@@ -65,7 +65,8 @@ _only_known: ContextVar[bool] = ContextVar("only_known", default=False)
 def known_plan(
     job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES, *, explained: bool = True
 ) -> MemoryPlan | Infeasible:
-    """The cached result of make_plan, in the name of `job`. Raises UserError like make_plan."""
+    """The result of make_plan, from the cache if it is there, with the name of `job`. Raises UserError like
+    make_plan."""
     name = job.metadata.name
     is_sweep = bool(job.spec.members)
     spec = job.spec.model_dump_json(exclude=NOT_PLANNED_FOR)
@@ -108,7 +109,7 @@ def only_known() -> Iterator[None]:
 
 
 def gathered(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """The results of all calls. Raises one PlanMissing with all their questions."""
+    """The results of all calls. If some raise PlanMissing, raises one PlanMissing with the questions of all of them."""
     found, missing = list[T](), list[PlanQuestion]()
     for call in calls:
         try:

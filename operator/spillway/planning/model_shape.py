@@ -2,7 +2,7 @@
 
 Symbols: d = hidden size, k = key and value width (d * key/value heads / heads), h = heads, f = intermediate size,
 V = vocabulary, b = bytes of the compute type, r = rank of an adapter. Figures "per token" are multiplied by micro-batch
-x sequence length. tests/parity/models/test_model_shape.py holds them against what autograd really saves.
+x sequence length. tests/parity/models/test_model_shape.py compares them with what autograd really saves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FLOAT32_BYTES = 4
 MOST_PACKED_BYTES = 4 << 20
 MOST_SEGMENTS, MOST_UNPACKED_BYTES = 4096, 32 << 20
-"""Of a shape that somebody else made."""
+"""Limits of a packed shape, which somebody else may have made."""
 INDEX_BYTES = 8
 """Tokens and labels are int64."""
 RELATIVE_POSITIONS = 32
@@ -38,11 +38,12 @@ RELATIVE_POSITIONS = 32
 TOKEN_TYPES = 2
 """Token types of bert."""
 LOSS_CHUNK_BYTES = 8 << 20
-"""Of float32 logits, at which the head looks at a time. Smaller: more operations; larger: more than a cache holds."""
+"""Bytes of float32 logits that the head processes at a time. Smaller chunks take more operations; larger ones do not
+fit in a cache."""
 
 
 def loss_chunk_rows(vocab_size: int) -> int:
-    """Tokens in a chunk of the loss. A multiple of 4: on a GPU, a row has the same alignment in any chunk."""
+    """Tokens in a chunk of the loss. A multiple of 4, so that on a GPU a row has the same alignment in any chunk."""
     return max(4, LOSS_CHUNK_BYTES // (FLOAT32_BYTES * vocab_size) // 4 * 4)
 
 
@@ -74,22 +75,22 @@ class Segment:
     num_parameters: int
     """Values of its own parameters; a tied alias belongs to its owner's segment."""
     num_frozen: int
-    """Of those, frozen: no gradient, no optimizer state."""
+    """The part of these that is frozen: no gradient, no optimizer state."""
     num_aliased: int
     """Values of tied aliases, which read their owner's memory."""
     num_accumulated: int
     """Values with an accumulator: trained parameters, and trained aliases, which have their own."""
     parameter_bytes: int
-    """Its own parameters, in their types."""
+    """Bytes of its own parameters, in their types."""
     num_tensors: int
-    """Parameters as tensors, including aliases."""
+    """Number of parameters as tensors, including aliases."""
     largest_parameter: int
     """Values in the largest trained parameter, including aliases: bounds the transient gradient."""
     matrix_parameters: int
     """Values in matrix products, including aliases: 2 FLOPs per token each in forward, 2 in the gradient of the
     input."""
     trained_matrix_parameters: int
-    """Of those, trained: 2 more FLOPs per token in backward."""
+    """The part of these that is trained: 2 more FLOPs per token in backward."""
     attention_width: int
     """w of the attention's 2 w x sequence length FLOPs per token in forward: d if causal, because half of the positions
     are masked on average."""
@@ -106,12 +107,13 @@ class Segment:
     lean_forward_bytes: int
     """Per token: everything that exists at once in a forward that saves nothing (a recomputed segment)."""
     parameters: tuple[ParameterShape, ...]
-    """Including aliases."""
+    """All parameters, including aliases."""
     rebuilt_bytes: tuple[int, ...] = ()
     """Per token, one entry per storage of `saved_bytes` that backward can rebuild from the others. Empty: none, or
     unknown."""
     rebuilding_bytes: int = 0
-    """Per token: bytes that backward then reads and writes, each storage once for every operation that saved it."""
+    """Per token: bytes that backward reads and writes to rebuild them, each storage once for every operation that saved
+    it."""
 
     @property
     def num_trained(self) -> int:
@@ -130,7 +132,8 @@ class Segment:
         return 2.0 * self.matrix_parameters + 2.0 * self.attention_width * sequence_length
 
     def backward_flops_per_token(self, sequence_length: int) -> float:
-        """Gradients of inputs cost what forward costs, gradients of trained matrices as much again, attention twice."""
+        """Gradients of inputs cost what forward costs, those of trained matrices as much again, and attention costs
+        twice."""
         matrices = 2.0 * (self.matrix_parameters + self.trained_matrix_parameters)
         return matrices + 4.0 * self.attention_width * sequence_length
 
@@ -147,19 +150,19 @@ class ModelShape:
     hidden_size: int
     vocab_size: int
     compute_bytes: int
-    """b."""
+    """b: bytes of the compute type."""
     trained_bytes: int
     """Bytes of one trained parameter on the device: b, or 4 for adapters trained in float32."""
     table_bytes_per_position: int = 0
-    """Position tables, shared by all blocks and kept for the whole run."""
+    """Bytes per position of the position tables, which all blocks share and which are kept for the whole run."""
     tied: tuple[tuple[int, int], ...] = ()
     """(segment of the alias, segment of its owner), as positions in `segments`"""
     others: tuple[tuple[str, ModelShape], ...] = ()
-    """Of an inspected sweep: the same model as members have it, by `inspected_as`."""
+    """For an inspected sweep, the same model as its members have it, by `inspected_as`."""
 
     def of_member(self, member: TrainingJobSpec, job: TrainingJobSpec) -> ModelShape | None:
-        """The shape of a member's model, if it was inspected with the job's, whose shape this is: at the member's
-        micro-batch, else at another one."""
+        """The shape of a member's model, if it was inspected together with the job's model, whose shape this is: at the
+        member's micro-batch if possible, else at another one. None if it was not inspected."""
         if member.model.config is not None:
             return self if member.model == job.model else None
         known = {inspected_as(job): self, **dict(self.others)}
@@ -176,7 +179,7 @@ class ModelShape:
         return hash((self.architecture, self.segments, self.trained_bytes))
 
     def __hash__(self) -> int:
-        """Computed once: a model has up to thousands of segments, and tables of the planner are looked up by it."""
+        """Computed only once, because a model has up to thousands of segments and the planner uses shapes as keys."""
         return self._hash
 
     @property
@@ -190,7 +193,7 @@ class ModelShape:
 
     @cached_property
     def largest_segment_bytes(self) -> int:
-        """Of parameters."""
+        """Bytes of parameters in the largest segment."""
         return max(segment.parameter_bytes for segment in self.segments)
 
     @property
@@ -199,7 +202,8 @@ class ModelShape:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Tied ones counted once: exactly those of the published architectures, and their adapters."""
+        """Number of parameters; tied ones count once. Exactly those of the published architectures, and their
+        adapters."""
         return sum(segment.num_parameters for segment in self.segments)
 
     @cached_property
@@ -223,18 +227,18 @@ class ModelShape:
         return max(segment.largest_parameter for segment in self.segments)
 
     def saved_bytes_per_token(self) -> int:
-        """Of the whole model when everything is kept."""
+        """Bytes that the whole model saves per token if everything is kept."""
         return sum(segment.saved_bytes_per_token for segment in self.segments)
 
     def table_bytes(self, sequence_length: int) -> int:
         return self.table_bytes_per_position * sequence_length
 
     def forward_flops_per_token(self, sequence_length: int) -> float:
-        """Forward, whole model."""
+        """FLOPs of the whole model's forward."""
         return sum(segment.forward_flops_per_token(sequence_length) for segment in self.segments)
 
     def backward_flops_per_token(self, sequence_length: int) -> float:
-        """Backward, whole model: twice the forward where everything is trained."""
+        """FLOPs of the whole model's backward: twice the forward if everything is trained."""
         return sum(segment.backward_flops_per_token(sequence_length) for segment in self.segments)
 
     def to_json(self) -> str:
@@ -242,11 +246,11 @@ class ModelShape:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises pydantic.ValidationError, a ValueError, for what `to_json` did not write."""
+        """The shape that `to_json` wrote. Raises pydantic.ValidationError, a ValueError, for anything else."""
         return _DOCUMENT.validate_json(text)  # type: ignore[return-value]
 
     def packed(self) -> str:
-        """For a termination message, which holds 4096 bytes: of equal segments one is written."""
+        """Compact text for a termination message, which holds 4096 bytes: equal segments are written once."""
         document = json.loads(self.to_json())
         unlike: list[Any] = []
         for one in (document, *(shape for _, shape in document["others"])):
@@ -259,8 +263,8 @@ class ModelShape:
 
     @classmethod
     def unpacked(cls, text: str) -> Self:
-        """What `packed` made. Raises ValueError for anything else; MOST_PACKED_BYTES, MOST_SEGMENTS and
-        MOST_UNPACKED_BYTES bound it."""
+        """The shape that `packed` wrote. Raises ValueError for anything else; MOST_PACKED_BYTES, MOST_SEGMENTS and
+        MOST_UNPACKED_BYTES limit it."""
         try:
             found = zlib.decompressobj().decompress(base64.b85decode(text.strip()), MOST_PACKED_BYTES)
             document = json.loads(found)
@@ -282,7 +286,8 @@ _DOCUMENT = TypeAdapter(ModelShape)
 
 
 def shape_of(spec: TrainingJobSpec, device: DeviceKind = "Cpu") -> ModelShape:
-    """The shape of spec.model by its sizes. Raises UserError for models that must be inspected to know them."""
+    """The shape of spec.model, from its sizes. Raises UserError for models that must be inspected to know their
+    shape."""
     model = spec.model
     batch = MicroBatch(spec.training.micro_batch_size, spec.training.sequence_length)
     return model_shape(model.transformer, model.precision.compute, device, model.lora, batch)
@@ -297,9 +302,9 @@ def model_shape(
     batch: MicroBatch | None = None,
 ) -> ModelShape:
     """The shape of `config` with parameters of type `compute` (one of DTYPE_BYTES) on a kind of device; with `lora`,
-    frozen and with adapters. `batch` matters for t5, whose attention saves a matrix of all pairs of positions, and for
-    adapters, of which copies in the compute type are saved, however many tokens there are.
-    Raises UserError when `lora` names no module that there is.
+    its parameters are frozen and adapters are added. `batch` matters for t5, whose attention saves a matrix of all
+    pairs of positions, and for adapters, of which copies in the compute type are saved, however many tokens there are.
+    Raises UserError if `lora` names no module of the model.
 
     The device matters for what is saved: on a CPU a norm saves float32 copies of its input and output, and dropout a
     mask in the compute type; fused CUDA kernels save the input itself and one byte per masked value.
@@ -335,7 +340,7 @@ class _Linear:
     outputs: int
     biases: int = 0
     rows_are_inputs: bool = False
-    """Whether a row is of one input, as in gpt2; else it is of one output."""
+    """Whether a row belongs to one input, as in gpt2; else it belongs to one output."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -343,7 +348,7 @@ class _Linear:
 
 
 class _Sizes:
-    """The symbols of the module's docstring."""
+    """Sizes of a model, by the symbols of the module's docstring."""
 
     def __init__(
         self, config: ModelConfig, compute_bytes: int, device: DeviceKind, lora: Lora | None, batch: MicroBatch
@@ -363,11 +368,12 @@ class _Sizes:
 
     @property
     def rebuilds(self) -> bool:
-        """Only on CPUs so far, and not with adapters, whose casts are not counted."""
+        """Whether segments can rebuild storages: so far only on CPUs, and not with adapters, because their casts are
+        not counted."""
         return self.cpu and self.lora is None
 
     def lean(self, rebuilt: tuple[int, ...], rebuilding: int) -> dict[str, Any]:
-        """What a segment can rebuild."""
+        """Arguments of `segment` for what it can rebuild; empty without `rebuilds`."""
         return {"rebuilt_bytes": rebuilt, "rebuilding_bytes": rebuilding} if self.rebuilds else {}
 
     def rms_norm(self) -> tuple[int, ...]:
@@ -386,12 +392,13 @@ class _Sizes:
         return (q, k, k, q, FLOAT32_BYTES * self.h)
 
     def dropouts(self, count: int = 2) -> tuple[int, ...]:
-        """Masks, each as wide as the residual stream."""
+        """Storages of masks, each as wide as the residual stream."""
         return (self.d * (self.b if self.cpu else 1),) * count if self.dropout else ()
 
     @property
     def loss_chunk(self) -> int:
-        """Bytes of a chunk's float32 logits, as a share of each token; 0 if the loss looks at all logits at once."""
+        """Bytes of a chunk's float32 logits per token of the micro-batch; 0 if the loss processes all logits at
+        once."""
         rows = loss_chunk_rows(self.V)
         return ceil(FLOAT32_BYTES * self.V * rows / self.block_tokens) if rows < self.block_tokens else 0
 
@@ -454,12 +461,13 @@ class _Sizes:
         return any(f".{name}".endswith(f".{target}") for target in targets)
 
     def adapter_inputs(self, linears: Mapping[str, _Linear], *names: str) -> tuple[int, ...]:
-        """Saved for the adapters of products with one input: a copy for each in the compute type, or the input once."""
+        """Storages saved for the adapters of products with the same input: a copy for each adapter in the compute type,
+        or in float32 the input once."""
         sizes = [self.b * linears[name].inputs for name in names if self.is_adapted(name)]
         return tuple(sizes if self.b != FLOAT32_BYTES else sizes[:1])
 
     def _adapters(self, linears: Mapping[str, _Linear]) -> list[tuple[int, int]]:
-        """Rows and their values of the two matrices of each adapter."""
+        """(rows, values of a row) of the two matrices of each adapter."""
         if self.lora is None:
             return []
         hit = [one for name, one in linears.items() if self.is_adapted(name)]
@@ -467,8 +475,8 @@ class _Sizes:
         return [shape for one in hit for shape in ((rank, one.inputs), (one.outputs, rank))]
 
     def _saved_by_adapters(self, adapters: Sequence[int]) -> list[int]:
-        """Bytes between the two matrices of each adapter; and, if they are cast, their copies, as a share of each token
-        of a micro-batch."""
+        """Storages between the two matrices of each adapter; and if the matrices are cast, their copies, per token of a
+        micro-batch."""
         if self.lora is None:
             return []
         copies = adapters if self.b != FLOAT32_BYTES and self.block_tokens else ()
@@ -488,7 +496,7 @@ ATTENTION_MODULES = (
 def _embedding(
     s: _Sizes, tables: Sequence[tuple[int, int]], norms: Sequence[int] = (), saved: Sequence[int] = ()
 ) -> Segment:
-    """Tokens to the residual stream."""
+    """The segment from tokens to the residual stream."""
     out = s.b * s.d
     return s.segment(
         "embedding", {}, norms, tables=tables, saved_bytes=(INDEX_BYTES, *saved), made_bytes=(out,),
@@ -497,9 +505,10 @@ def _embedding(
 
 
 def _head(s: _Sizes, linears: Mapping[str, _Linear], vectors: Sequence[int], saved: Sequence[int]) -> Segment:
-    """Final norm, output projection, loss. In chunks of float32, up to three at once, the loss saves only the logits,
-    which its gradient replaces. Few logits are one chunk: it saves their log-probabilities in float32; in addition
-    forward holds the logits in float32, and backward the gradients of both."""
+    """Final norm, output projection, loss. The loss processes logits in float32 chunks, up to three of which exist at
+    once, and saves only the logits, which their gradient replaces. If one chunk holds all logits, it saves their
+    log-probabilities in float32 instead; in addition forward holds the logits in float32, and backward the gradients of
+    both."""
     own = {} if s.tied else {"lm_head": _Linear(s.d, s.V)}
     logits = loss = FLOAT32_BYTES * s.V
     forward, backward = max(loss, s.norm_workspace), max(2 * loss, 12 * s.d)
@@ -536,7 +545,7 @@ def _llama(s: _Sizes) -> _Parts:
     }  # fmt: skip
     if s.lora is None:
         saved = (*s.rms_norm(), *s.attention(), *s.dropouts(), *s.rms_norm(), wide, wide, wide, wide)
-    else:  # the model of transformers: norms of single operations; inputs of frozen matrices are not saved
+    else:  # as in transformers: norms are single operations; inputs of frozen matrices are not saved
         norm = (FLOAT32_BYTES * s.d, FLOAT32_BYTES)
         saved = (*norm, *s.attention(), *(s.b * s.d,) * (4 if s.b == 2 else 1), *norm, wide, wide, wide)
         saved += s.adapter_inputs(linears, "gate_proj", "up_proj") + s.adapter_inputs(linears, "down_proj")
@@ -552,7 +561,8 @@ def _llama(s: _Sizes) -> _Parts:
         lean_forward_bytes=max(3 * wide, 3 * s.b * s.d) + s.norm_workspace,
         **s.lean(
             (FLOAT32_BYTES * s.d, s.b * s.d, FLOAT32_BYTES * s.d, s.b * s.d, wide, wide),
-            # Norms: their normalised values once each, their outputs for five products. Then silu, then its product.
+            # Norms: their normalised values once each, their outputs once for each of five products. Then silu, then
+            # its product.
             (16 + 5 * (22 if s.b == 2 else 16)) * s.d + (2 + 5) * wide,
         ),
     )
@@ -568,8 +578,8 @@ def _gpt2(s: _Sizes) -> _Parts:
     }  # fmt: skip
     wide = s.b * s.f
     fused = (3 * s.b * s.d, s.b * s.d, FLOAT32_BYTES * s.h)
-    copies = s.adapter_inputs(linears, "attn.c_proj") * (s.b != FLOAT32_BYTES)  # beside what attention saves
-    takes_input = s.lora is None or s.is_adapted("mlp.c_proj")  # a frozen matrix needs it for no gradient
+    copies = s.adapter_inputs(linears, "attn.c_proj") * (s.b != FLOAT32_BYTES)  # in addition to what attention saves
+    takes_input = s.lora is None or s.is_adapted("mlp.c_proj")  # a frozen matrix has no gradient that needs it
     block = s.segment(
         "block",
         linears,
@@ -588,7 +598,7 @@ def _gpt2(s: _Sizes) -> _Parts:
 
 
 def _bert(s: _Sizes) -> _Parts:
-    """Attention to both sides, norms after each sum, GELU; the head transforms, normalises and projects with a bias."""
+    """Bidirectional attention, norms after each sum, GELU; the head transforms, normalises and projects with a bias."""
     linears = {
         "attention.self.query": _Linear(s.d, s.d, s.d), "attention.self.key": _Linear(s.d, s.d, s.d),
         "attention.self.value": _Linear(s.d, s.d, s.d), "attention.output.dense": _Linear(s.d, s.d, s.d),
@@ -619,10 +629,10 @@ def _bert(s: _Sizes) -> _Parts:
 
 
 def _t5(s: _Sizes) -> _Parts:
-    """numLayers blocks that encode the first half of the window, as many that decode the second and look at the first:
-    so per token of the window every figure is half. Norms are single operations and attention is not fused: of all
-    pairs it saves a matrix in float32. The encoder's last norm is part of its last block, the decoder's embedding (an
-    alias) of its first, and the first block of each half has the table of relative positions."""
+    """numLayers blocks encode the first half of the window; as many decode the second half and attend to the first. So
+    per token of the window every figure is half. Norms are single operations and attention is not fused: it saves a
+    float32 matrix of all pairs. The encoder's last norm is part of its last block, the decoder's embedding (an alias)
+    of its first, and the first block of each half has the table of relative positions."""
     attention = {name: _Linear(s.d, s.d) for name in ("q", "k", "v", "o")}
     feed_forward = {"wi": _Linear(s.d, s.f), "wo": _Linear(s.f, s.d)}
     within = {f"SelfAttention.{name}": linear for name, linear in attention.items()}
@@ -631,14 +641,14 @@ def _t5(s: _Sizes) -> _Parts:
     stream, float32, wide = s.b * s.d, FLOAT32_BYTES * s.d, s.b * s.f
     length = s.batch.sequence_length // 2
     pairs = FLOAT32_BYTES * s.h * length
-    one_for_all = length / s.batch.size  # of what all sequences of a micro-batch share, for each byte of a pair
+    one_for_all = length / s.batch.size  # of what all sequences of a micro-batch share, per byte of a pair
     bias, buckets, causal = (ceil(size * one_for_all) for size in (s.b * s.h, INDEX_BYTES, 1))
     casts = (
         s.b != FLOAT32_BYTES
     )  # float32 copies of norms' inputs, queries, keys and values; else the tensors themselves
 
     def block(decodes: bool, is_first: bool, ends: bool) -> Segment:
-        fused = decodes and not s.dropout  # the look at the other half, which has no bias
+        fused = decodes and not s.dropout  # attention to the other half, which has no bias
         norms, attentions = 2 + decodes, 1 + decodes
         streams, of_float32 = ((15, 6) if fused else (11, 9)) if decodes else (7, 5)
         saved = [*(stream,) * (streams if casts else streams + of_float32 - norms)]
@@ -650,7 +660,7 @@ def _t5(s: _Sizes) -> _Parts:
         masks += (wide, wide, *(pairs, pairs) * attentions) * s.dropout
         width = 2 * s.d if decodes else s.d
         lean = [stream] * (2 * norms + ends) + ([pairs] * attentions + [wide]) * s.dropout
-        # Of a norm its normalised values, and its output for each product that takes it; masked values.
+        # Of each norm its normalised values, and its output for each product that takes it; masked values.
         rebuilding = (norms + ends) * (12 if casts else 8) * s.d + (4 + decodes) * 16 * s.d
         rebuilding += 3 * (attentions * pairs + wide) * s.dropout
         return s.segment(
@@ -676,18 +686,19 @@ def _t5(s: _Sizes) -> _Parts:
     norm = (stream, stream, stream, float32 * casts, FLOAT32_BYTES)
     masks = tuple(
         size // 2 for size in s.dropouts(1)
-    )  # of what is encoded; the other half is in the first that decodes
+    )  # for the encoded half; the mask of the other half is in the first block that decodes
     embedding = replace(_embedding(s, ((s.V, s.d),), (), masks), made_bytes=(stream // 2,))
     return embedding, blocks, _halved(_head(s, {}, (s.d,), (*norm, *s.dropouts(1))))
 
 
 def _halved(segment: Segment) -> Segment:
-    """Figures per token of a segment that works on half of the tokens; those of its parameters stay."""
+    """`segment` with half of its figures per token, because it works on half of the tokens; those of its parameters
+    stay."""
     return replace(
         segment,
         matrix_parameters=segment.matrix_parameters // 2,
         trained_matrix_parameters=segment.trained_matrix_parameters // 2,
-        attention_width=segment.attention_width // 4,  # of half of the tokens, half as many pairs each
+        attention_width=segment.attention_width // 4,  # half of the tokens, each with half as many pairs
         saved_bytes=tuple(-(-size // 2) for size in segment.saved_bytes if size),
         made_bytes=tuple(size // 2 for size in segment.made_bytes),
         passed_bytes=tuple(size // 2 for size in segment.passed_bytes),

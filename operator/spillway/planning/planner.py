@@ -5,7 +5,8 @@ job + node + overrides -> Question -> candidates (candidates.py) -> MemoryPlan |
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from spillway.api.sweep.members import devices_problems
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import UserError
 from spillway.plan import ActivationPlan, Alternative, Infeasible, MemoryPlan, Policy, Strategy, Tier
-from spillway.planning.candidates import Question, Timed, best, timed
+from spillway.planning.candidates import Question, Timed, best, run_strategies, timed
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections, corrected
 from spillway.planning.explain import alternatives, infeasible, reasons, reasons_unplanned, unexplained
 from spillway.planning.footprint import parameter_plan
@@ -23,10 +24,10 @@ from spillway.planning.pod_resources import checkpoint_bytes, memory_bytes, pod_
 from spillway.planning.search import Search, as_specified
 from spillway.planning.step_time import amounts
 from spillway.planning.sweep_plan import plan_sweep
-from spillway.planning.workload import RUN_STRATEGY, STREAMING_STRATEGIES, ZERO_STRATEGIES
+from spillway.planning.workload import STREAMING_STRATEGIES, ZERO_STRATEGIES
 
 DEVICE_SHARE = 0.75
-"""Device part of a CPU node's memory where no budget names it; the rest is the host tier."""
+"""The device's share of a CPU node's memory if no budget names it; the rest is the host tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,9 @@ class Overrides:
     member_devices: int | None = None
     """Devices of a sweep; each member is planned for one of them. Budgets are those of all."""
     strategy: Strategy | None = None
-    """The strategy that the caller will run; None: the spec's."""
+    """The strategy to plan for; None: the spec's, or for Auto the first that fits."""
+    kept: Strategy | None = None
+    """The strategy of earlier attempts, which Auto keeps."""
     shape: ModelShape | None = None
     """Shape of an inspected model; None: by the sizes of spec.model."""
     corrections: Corrections = NO_CORRECTIONS
@@ -53,15 +56,15 @@ NO_OVERRIDES = Overrides()
 def shared_memory(
     job: TrainingJob, memory_bytes: int, num_local_ranks: int = 1, device_share: float = DEVICE_SHARE
 ) -> Overrides:
-    """For a run on a CPU, where device and host are the same memory: what the ranks' devices may take, the host tier of
-    the node cannot. `memory_bytes` is the node's, without the processes themselves; `device_share` of it is the
-    devices', where the job does not say."""
+    """Overrides for a run on a CPU, where device and host are the same memory: the host tier of the node cannot use
+    what the ranks' devices may take. `memory_bytes` is the node's memory without that of the processes; the devices get
+    the share `device_share` of it if the job does not say."""
     budget, share = job.spec.memory.budget, memory_bytes // num_local_ranks
     wanted = int(share * device_share) if budget.device is None else budget.device
     device_bytes = min(wanted, share)
     left = memory_bytes - num_local_ranks * device_bytes
     host_bytes = left if budget.host is None else min(budget.host, left)
-    return Overrides(device_bytes=device_bytes, host_bytes=host_bytes, strategy=run_strategy(job.spec))
+    return Overrides(device_bytes=device_bytes, host_bytes=host_bytes)
 
 
 class Planned(Protocol):
@@ -82,50 +85,86 @@ def plan_run(
     planned: Planned,
     explained: bool,
 ) -> MemoryPlan | Infeasible:
-    """The plan of a run on `node`, of a cluster or this machine, with `shared_bytes` of memory for device and host.
+    """The plan of a run on `node`, in a cluster or on this machine, with `shared_bytes` of memory for device and host.
 
-    On CPU nodes without a device budget the memory is split 75/25 between device and host, then 25/75. Raises UserError
-    as make_plan does.
+    On CPU nodes without a device budget the memory is split 75/25 between device and host; if that does not fit, 25/75.
+    Raises UserError as make_plan does.
     """
-    overrides = replace(overrides, strategy=run_strategy(job.spec))
-    if node.device_kind != "Cpu":
-        return planned(job, node, overrides, explained=explained)
+    strategies = _strategies(job.spec, overrides)
+    # What callers have subtracted already.
+    first = run_strategies(job.spec, overrides.world_size or job.spec.num_ranks)[0]
+    runtimes = {
+        one: pod_runtime_bytes(job.spec, num_local_ranks, node.device_kind, one) for one in {first, *strategies}
+    }
 
-    def split(device_share: float, *, explained: bool) -> MemoryPlan | Infeasible:
-        shared = shared_memory(job, shared_bytes, num_local_ranks, device_share)
-        both = replace(overrides, device_bytes=shared.device_bytes, host_bytes=shared.host_bytes)
-        return planned(job, node, both, explained=explained)
+    def plan(strategy: Strategy, *, explained: bool) -> MemoryPlan | Infeasible:
+        asked, more = replace(overrides, strategy=strategy), runtimes[strategy] - runtimes[first]
+        if node.device_kind != "Cpu":
+            left = replace(node, host_bytes=max(0, node.host_bytes - more))
+            return planned(job, left, asked, explained=explained)
 
-    found = split(DEVICE_SHARE, explained=explained)
-    is_split = bool(shared_bytes) and job.spec.memory.budget.device is None
-    if isinstance(found, MemoryPlan) or not is_split or Tier.HOST not in found.missing_bytes:
-        return found
-    other = split(1.0 - DEVICE_SHARE, explained=False)  # what would make it fit is worked out for one split only
-    if isinstance(other, Infeasible):
-        return found
-    return split(1.0 - DEVICE_SHARE, explained=True) if explained else other
+        def split(device_share: float, *, explained: bool) -> MemoryPlan | Infeasible:
+            shared = shared_memory(job, max(0, shared_bytes - more), num_local_ranks, device_share)
+            both = replace(asked, device_bytes=shared.device_bytes, host_bytes=shared.host_bytes)
+            return planned(job, node, both, explained=explained)
+
+        found = split(DEVICE_SHARE, explained=explained)
+        is_split = bool(shared_bytes) and job.spec.memory.budget.device is None
+        if isinstance(found, MemoryPlan) or not is_split or Tier.HOST not in found.missing_bytes:
+            return found
+        other = split(1.0 - DEVICE_SHARE, explained=False)  # what would make it fit is computed for one split only
+        if isinstance(other, Infeasible):
+            return found
+        return split(1.0 - DEVICE_SHARE, explained=True) if explained else other
+
+    return _first_that_fits(strategies, plan, explained=explained)
 
 
-def run_strategy(spec: TrainingJobSpec) -> Strategy:
-    """The one that a run takes: what the spec asks for."""
-    asked = spec.parallelism.strategy
-    return RUN_STRATEGY if asked == "Auto" else asked
+def _strategies(spec: TrainingJobSpec, overrides: Overrides) -> Sequence[Strategy]:
+    found = run_strategies(spec, overrides.world_size or spec.num_ranks)
+    for one in (overrides.strategy, overrides.kept):
+        if one in found:
+            return (one,)
+    return found
+
+
+def _first_that_fits(
+    strategies: Sequence[Strategy], plan: Callable[..., MemoryPlan | Infeasible], *, explained: bool
+) -> MemoryPlan | Infeasible:
+    """The plan of the first strategy that fits; if none does, what the strategy lacks that lacks least. A strategy
+    that the other parts of the spec exclude counts only if it is the first."""
+    nearest = plan(strategies[0], explained=explained)
+    for strategy in strategies[1:]:
+        if isinstance(nearest, MemoryPlan):
+            break
+        with suppress(UserError):
+            found = plan(strategy, explained=False)
+            if isinstance(found, MemoryPlan) or sum(found.missing_bytes.values()) < sum(nearest.missing_bytes.values()):
+                nearest = plan(strategy, explained=True) if explained else found
+    return nearest
 
 
 NOT_PLANNED_FOR: Mapping[str, Mapping[str, bool | Mapping[str, bool]]] = {
     "training": {"seed": True, "schedule": True, "optimizer": {"learning_rate": True}}
 }
-"""Fields of a spec that change no plan: members of a sweep that differ only in these share one."""
+"""Fields of a spec that change no plan: members of a sweep that differ only in these share one plan."""
 
 
 def make_plan(
     job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES, *, explained: bool = True
 ) -> MemoryPlan | Infeasible:
-    """The plan for `job` on nodes like `node`; Infeasible when mode Auto finds none that fits. What else there is takes
-    many plans to find out: without `explained` a plan has no alternatives, an Infeasible says only what is missing.
+    """The plan for `job` on nodes like `node`; Infeasible when mode Auto finds none that fits. Without `explained`, a
+    plan has no alternatives and an Infeasible says only what is missing, because it takes many plans to find out more.
 
-    Raises UserError when the job asks for devices that the node has not, or for parts that exclude one another.
+    Raises UserError when the job asks for devices that the node does not have, or for parts that exclude one another.
     """
+    strategies = _strategies(job.spec, overrides)
+    if overrides.strategy not in strategies:
+
+        def plan(strategy: Strategy, *, explained: bool) -> MemoryPlan | Infeasible:
+            return make_plan(job, node, replace(overrides, strategy=strategy), explained=explained)
+
+        return _first_that_fits(strategies, plan, explained=explained)
     found = _planned(job, node, overrides, explained=explained)
     if isinstance(found, Infeasible):
         return found
@@ -148,13 +187,14 @@ def _planned(job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explaine
     known: dict[tuple[str, tuple[tuple[Tier, int], ...], bool], MemoryPlan] = {}
 
     def plan_one(member: TrainingJob, reserved: Mapping[Tier, int], together: bool) -> MemoryPlan | Infeasible:
-        """Explained only where it does not fit: the alternatives of a member are no part of a sweep's plan."""
+        """Plans a member; explained only if it does not fit, because the alternatives of members are not part of a
+        sweep's plan."""
         what = member.spec.model_dump_json(exclude=NOT_PLANNED_FOR), tuple(sorted(reserved.items())), together
         if what in known:
             return known[what]
         device, host, nvme = (max(0, budget[tier] - reserved.get(tier, 0)) for tier in Tier)
         shape = overrides.shape and overrides.shape.of_member(member.spec, job.spec)
-        # What ran out is known of the whole sweep, not of a member.
+        # Corrections are those of the whole sweep; none are known for single members.
         left = replace(
             overrides,
             device_bytes=device,
@@ -175,7 +215,8 @@ def _planned(job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explaine
 def _plan_of_one(
     job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explained: bool, together: bool = False
 ) -> MemoryPlan | Infeasible:
-    """As `make_plan`, of one model. `together`: whose micro-batches are those of several members on its base."""
+    """Like `make_plan`, for one model. `together`: whether its micro-batches are those of several members on its
+    base."""
     question, corrections = ask(job, node, overrides), overrides.corrections
     search = Search(replace(question, budget=corrections.searched(question.budget)))
     search = search.visited_once() if together else search
@@ -183,7 +224,7 @@ def _plan_of_one(
         raise UserError(_contradiction(question))
     if question.mode != "Auto":
         chosen = timed(question, as_specified(question))
-        advised = _advised(search) if question.mode == "Advise" else None
+        advised = _advised(search.question) if question.mode == "Advise" else None
         return _plan(question, chosen, reasons_unplanned(search, chosen, advised), ())
     choices = search.choices()
     if not choices and not corrections.change_nothing:
@@ -195,13 +236,16 @@ def _plan_of_one(
     return corrected(_plan(question, chosen, reasons(search, chosen), others), corrections)
 
 
-def _advised(search: Search) -> Timed | None:
-    choices = search.choices()
-    return best(choices) if choices else None
+def _advised(question: Question) -> Timed | None:
+    for strategy in run_strategies(question.job.spec, question.world_size):
+        if choices := Search(replace(question, strategy=strategy)).choices():
+            return best(choices)
+    return None
 
 
 def _contradiction(question: Question) -> str:
-    """Parameters are streamed only with their update on the CPU, and where every rank has whole segments."""
+    """Why no candidate has all that the question forces. Parameters are streamed only if the CPU updates them, and if
+    every rank has whole segments."""
     if question.placement == "Device":
         return (
             "spec.memory.advanced.optimizer.placement = Device: conflicts with "
@@ -239,11 +283,12 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
             f"spec.memory.advanced.optimizer.overlap = Backward: {world_size} ranks must sum their gradients before "
             "any update, so updates cannot overlap backward; use Auto or Forward"
         )
-    strategy = overrides.strategy or parallelism.strategy
+    strategy = overrides.strategy or run_strategies(spec, world_size)[0]
     all_devices = node.num_devices if node.device_kind == "Cuda" else local_ranks
 
     def of_node(override: int | None, budget: int | None, capacity: int) -> int:
-        """Bytes of a rank. Unless named, ranks get as large a share of a GPU node as of its devices."""
+        """Bytes of a rank. If neither `override` nor `budget` is given, a rank gets the same share of a GPU node's
+        memory as of its devices."""
         if override is None and budget is None:
             return capacity // all_devices
         return _least(override, budget, capacity) // local_ranks
@@ -269,6 +314,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         micro_batch_size=micro_batch_size,
         mode=memory.mode,
         strategy=strategy,
+        is_kept=strategy == overrides.kept,
         placement=memory.advanced.optimizer.placement,
         overlap=memory.advanced.optimizer.overlap,
         policy=memory.advanced.activations.policy,
@@ -290,7 +336,7 @@ def _check_devices(job: TrainingJob, node: NodeSpec, local_ranks: int) -> None:
 
 
 def _least(override: int | None, budget: int | None, capacity: int) -> int:
-    """The caller's figure goes before the spec's; neither exceeds what the node has."""
+    """The caller's figure, else the spec's, but no more than the node has."""
     wanted = override if override is not None else budget
     return capacity if wanted is None else min(wanted, capacity)
 

@@ -1,13 +1,14 @@
 """PodResources: what one pod of an attempt requests from Kubernetes to execute its plan. Pure.
 
-memory               code + launcher + page cache + /dev/shm + ranks x process, and beside that the largest of: ranks x
+memory               code + launcher + page cache + /dev/shm + ranks x process, and in addition the largest of: ranks x
                      (host slab, homes of streamed parameters included, snapshot [+ device tier, on a CPU]); building
                      the corpus; budget.host of a Disabled job
-ephemeral storage    slab, checkpoints and corpus as far as they lie on emptyDirs, and scratch
+ephemeral storage    slab, checkpoints and corpus as far as they are on emptyDirs, and scratch
 spill volume         the slabs of all ranks: activations, and homes of streamed parameters
 cpu                  a request without limit: the pod's share when cores are short
 
-Of memory and ephemeral storage request = limit: the kernel kills above the one, the kubelet evicts above the other.
+For memory and ephemeral storage, request = limit: a pod that exceeds its memory is killed by the kernel, one that
+exceeds its ephemeral storage is evicted by the kubelet.
 
 The constants are measured (docs/placement.md says how) unless they say "assumed".
 """
@@ -45,7 +46,8 @@ TRACKERS_BYTES = 128 * MIB
 CHECKPOINT_BUFFER_BYTES = 64 * MIB
 """Per rank while it writes or loads a checkpoint: one file."""
 SNAPSHOT_SLACK_BYTES = MIB
-"""Of the copy of the states: tensors begin at multiples of 8 bytes; running statistics."""
+"""Bytes of the copy of the states in addition to the states: tensors begin at multiples of 8 bytes; running
+statistics."""
 CUDA_RANK_BYTES = 2 * GIB
 """RANK_BYTES with a CUDA context and NCCL; assumed"""
 LAUNCHER_BYTES = 48 * MIB
@@ -54,17 +56,18 @@ PAGE_CACHE_BYTES = 64 * MIB
 """Token shards and checkpoints on their way to disk. The slab bypasses the page cache (O_DIRECT), and all of it can be
 reclaimed, so this is for speed."""
 PLANNED_MARGIN = 0.05
-"""Of the planned tiers in memory: free lists of the allocator, scratch of matrix products, page tables."""
+"""Share that is added to the planned tiers in memory: free lists of the allocator, scratch of matrix products, page
+tables."""
 SHARED_MEMORY_BYTES = 64 * MIB
-"""The tmpfs of a pod; gloo uses sockets and none of it."""
+"""Size of a pod's tmpfs; gloo uses sockets, and none of it."""
 NCCL_SHARED_MEMORY_BYTES = 64 * MIB
 """In addition, for each of several CUDA ranks; assumed."""
 CORPUS_BUILD_BYTES = 448 * MIB
-"""The child that trains the tokenizer (346 MiB on 22 MiB of text; its sample is at most 32 MiB), before any rank
-allocates a parameter."""
+"""Memory of the child process that trains the tokenizer (346 MiB on 22 MiB of text; its sample is at most 32 MiB),
+before any rank allocates a parameter."""
 
 CORPUS_FALLBACK_BYTES = GIB
-"""Token shards if the size of the text is unknown."""
+"""Bytes of token shards if the size of the text is unknown."""
 BUILTIN_CORPUS_BYTES = 128 * MIB
 """The same for Python's own sources: 22 MiB of text are 7 MiB of shards."""
 BYTES_PER_TEXT_BYTE = 2
@@ -73,24 +76,24 @@ four, and then for several)."""
 SCRATCH_BYTES = 256 * MIB
 """run.jsonl, /tmp and the container's log, which the kubelet cuts at 50 MiB; unless pod.resources.scratch says more."""
 SCRIPT_SCRATCH_BYTES = 2 * GIB
-"""The same of a script, which may download to /tmp and save to /work."""
+"""The same for a script, which may download to /tmp and save to /work."""
 FILE_SYSTEM_SHARE = 0.02
 """Share of a volume that the file system takes."""
 
 CORES_PER_THREAD = 0.25
 """Requested cores per thread of the plan: cores are shared, memory is not."""
 LEAST_CORES = 0.25
-"""If the job does not say."""
+"""The fewest cores to request if the job does not say how many."""
 SMALLEST_REQUEST = 0.001
-"""Cores, as fine as the API server stores them."""
+"""The smallest request in cores: the API server stores no smaller parts."""
 CHECKPOINT_BYTES_PER_SECOND = 250e6
 """Rate at which a checkpoint is surely written, even over a network; assumed."""
 SCRIPT_GRACE_SECONDS = 120
-"""For a script that saves when it is asked to stop."""
+"""Grace period of a script, which may save its state when it is asked to stop."""
 GRACE_SECONDS = 30
 """In addition to the step in flight and its checkpoint: ranks end, metrics are scraped a last time."""
 LONGEST_GRACE_SECONDS = 3600
-"""A pod that does not end by itself keeps its node no longer."""
+"""The longest grace period: a pod that does not end by itself keeps its node no longer."""
 STEP_PATIENCE = 3.0
 """A step may take this many times its prediction on a busy node."""
 
@@ -116,8 +119,8 @@ class PodResources:
     extended: tuple[tuple[str, int], ...]
     """Further extended resources: (name, count)."""
     grace_seconds: int
-    """terminationGracePeriodSeconds: one step, one checkpoint (two where one may be on its way), and GRACE_SECONDS; at
-    most LONGEST_GRACE_SECONDS."""
+    """terminationGracePeriodSeconds: one step, one checkpoint (two if another may be in progress), and GRACE_SECONDS;
+    at most LONGEST_GRACE_SECONDS."""
 
 
 def pod_resources(
@@ -143,7 +146,7 @@ def pod_resources(
 
 
 def script_resources(spec: ScriptSpec, device: DeviceKind) -> PodResources:
-    """What a pod of a script needs: what its spec says."""
+    """What a pod of a script needs, as its spec says."""
     ranks, on_cuda, memory = spec.parallelism.devices_per_node, device == "Cuda", spec.pod.resources.memory
     assert memory is not None, "required with command"
     spill = padded(ceil((spec.memory.budget.nvme or 0) / spec.spill.num_volumes), MIB)
@@ -165,7 +168,7 @@ def script_resources(spec: ScriptSpec, device: DeviceKind) -> PodResources:
 
 
 def memory_bytes(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> int:
-    """Of a pod, or of a machine for a local run: processes and plan."""
+    """Memory of a pod, or of a machine for a local run, for processes and plan."""
     runtime = pod_runtime_bytes(spec, num_local_ranks, plan.device, plan.strategy)
     held = max(
         tier_memory_bytes(plan, num_local_ranks), unplanned_bytes(spec), corpus_build_bytes(spec, num_local_ranks)
@@ -174,7 +177,8 @@ def memory_bytes(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) 
 
 
 def pod_runtime_bytes(spec: TrainingJobSpec, num_local_ranks: int, device: str, strategy: str = "Ddp") -> int:
-    """`runtime_bytes` of the member that needs most, for they share the pod; of a job that is no sweep, its own."""
+    """`runtime_bytes` of the member that needs most, because members share the pod, or of a job that is no sweep; and
+    the trackers, and the sweep's own process."""
     beside = TRACKERS_BYTES if spec.tracking is not None else 0
     if spec.members and num_local_ranks > 1:
         beside += RANK_BYTES  # the sweep's own process
@@ -194,13 +198,13 @@ def runtime_bytes(model: Model, num_local_ranks: int, device: str, strategy: str
 
 
 def corpus_build_bytes(spec: TrainingJobSpec, num_local_ranks: int) -> int:
-    """What building the corpus takes beyond `runtime_bytes`: no checkpoint is written meanwhile."""
+    """Memory that building the corpus takes beyond `runtime_bytes`, whose checkpoint buffers are unused meanwhile."""
     entry_point = ENTRY_POINT_MEMORY_BYTES * (spec.data.entrypoint is not None)
     return max(0, CORPUS_BUILD_BYTES + entry_point - num_local_ranks * CHECKPOINT_BUFFER_BYTES)
 
 
 def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
-    """What the plan holds in the pod's memory: host slabs, snapshots, and on a CPU the device tier."""
+    """Bytes that the plan holds in the pod's memory: host slabs, snapshots, and on a CPU the device tier."""
     held = plan.slab_bytes(Tier.HOST) + plan.snapshot_bytes
     if plan.device == "Cpu":
         held += plan.bytes[Tier.DEVICE].total
@@ -208,14 +212,15 @@ def tier_memory_bytes(plan: MemoryPlan, num_local_ranks: int) -> int:
 
 
 def least_memory_bytes(spec: TrainingJobSpec, runtime: int, device: str) -> int:
-    """What a pod needs for the smallest plan; `runtime` is its `pod_runtime_bytes`."""
+    """Memory that a pod needs for the smallest plan; `runtime` is its `pod_runtime_bytes`."""
     num_local_ranks = spec.parallelism.devices_per_node
     shared = shared_memory_bytes(spec, num_local_ranks, device)
     return padded(runtime + corpus_build_bytes(spec, num_local_ranks) + shared, MIB)
 
 
 def unplanned_bytes(spec: TrainingJobSpec) -> int:
-    """With mode Disabled nothing is planned: the spec says how much host memory a node's ranks may use."""
+    """Host memory that a node's ranks may use with mode Disabled, as the spec says, because nothing is planned then;
+    else 0."""
     return (spec.memory.budget.host or 0) if spec.memory.mode == "Disabled" else 0
 
 
@@ -228,8 +233,8 @@ def shared_memory_bytes(spec: JobSpec, num_local_ranks: int, device: str) -> int
 
 
 def plannable_memory_bytes(spec: TrainingJobSpec, limit_bytes: int, runtime: int, device: str) -> int:
-    """What a plan may hold in the memory of a pod whose limit is `limit_bytes`; negative: the ranks alone need more.
-    `runtime` is the pod's `pod_runtime_bytes`."""
+    """Bytes that a plan may hold in the memory of a pod whose limit is `limit_bytes`; negative: the ranks alone need
+    more. `runtime` is the pod's `pod_runtime_bytes`."""
     beside = runtime + shared_memory_bytes(spec, spec.parallelism.devices_per_node, device) + MIB
     return int((limit_bytes - beside) / (1.0 + PLANNED_MARGIN))
 
@@ -250,8 +255,8 @@ def plannable_spill_bytes(limit_bytes: int, storage_bytes: int) -> int:
 
 
 def checkpoint_bytes(spec: TrainingJobSpec, device: str, shape: ModelShape | None = None) -> int:
-    """One checkpoint: trained parameters alone; it does not depend on the plan or the number of ranks. `shape`: of an
-    inspected model."""
+    """Bytes of one checkpoint, which holds trained parameters alone; they do not depend on the plan or the number of
+    ranks. `shape`: the shape of an inspected model."""
     shape = shape or shape_of(spec, "Cuda" if device == "Cuda" else "Cpu")
     optimizer = spec.training.optimizer
     short_blocks = optimizer.moment_type.scale_bytes * len(optimizer.rule.moments) * shape.num_tensors
@@ -259,8 +264,8 @@ def checkpoint_bytes(spec: TrainingJobSpec, device: str, shape: ModelShape | Non
 
 
 def with_snapshot(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryPlan:
-    """The plan of one model with memory for a copy of the states, where the host budget has room for it after
-    everything else. Adds a reason where a job that takes checkpoints on its way has none."""
+    """`plan`, of one model, with memory for a copy of the states, if the host budget has room for it after everything
+    else. If it has not, and the job writes checkpoints during training, a reason says so."""
     if plan.mode != "Auto" or spec.checkpoint.every_steps >= spec.training.num_steps:
         return plan
     needed = padded(plan.checkpoint_bytes + SNAPSHOT_SLACK_BYTES)
@@ -281,7 +286,7 @@ def stopping_for_checkpoints(plan: MemoryPlan, why: str) -> MemoryPlan:
 
 
 def planned_checkpoint_bytes(spec: TrainingJobSpec, plan: MemoryPlan) -> dict[str, int]:
-    """One checkpoint of each member, by name; of a job that is no sweep under ""."""
+    """Bytes of one checkpoint of each member, by name; for a job that is no sweep, under ""."""
     plans = {one.name: one.plan for one in plan.members}
     return {
         name: plans.get(name, plan).checkpoint_bytes or checkpoint_bytes(one, plan.device)
@@ -292,8 +297,8 @@ def planned_checkpoint_bytes(spec: TrainingJobSpec, plan: MemoryPlan) -> dict[st
 def emptydir_bytes(
     spec: TrainingJobSpec, device: str, text_bytes: int | None = None, shape: ModelShape | None = None
 ) -> int:
-    """Ephemeral storage without the slab: scratch, and without a claim also checkpoints and corpus. `shape`: of
-    spec.model, if it was inspected."""
+    """Bytes of ephemeral storage without the slab: scratch, and without a claim also checkpoints and corpus. `shape`:
+    the shape of spec.model, if it was inspected."""
     if spec.checkpoint.claim is not None:
         return _scratch_bytes(spec)
     members = named_specs(spec)
@@ -302,12 +307,13 @@ def emptydir_bytes(
 
 
 def _emptydir_bytes(spec: TrainingJobSpec, sizes: Mapping[str, int], text_bytes: int | None) -> int:
-    """`sizes`: of one checkpoint of each member."""
+    """`sizes`: bytes of one checkpoint of each member."""
     scratch = _scratch_bytes(spec)
     if spec.checkpoint.claim is not None:
         return scratch
     members = named_specs(spec)
-    # One more than are kept: the next one is whole before the oldest goes. Each member of a sweep keeps its own.
+    # One more than are kept: the next one is complete before the oldest is deleted. Each member of a sweep keeps its
+    # own.
     kept = {name: one.checkpoint.keep + one.checkpoint.keep_best for name, one in members.items()}
     checkpoints = sum((kept[name] + 1) * sizes[name] for name in members)
     return scratch + checkpoints + num_corpora(tuple(members.values())) * corpus_bytes(spec, text_bytes)
@@ -318,7 +324,7 @@ def _scratch_bytes(spec: TrainingJobSpec) -> int:
 
 
 def corpus_bytes(spec: TrainingJobSpec, text_bytes: int | None) -> int:
-    """Token shards and tokenizer, at most. `text_bytes`: of the text to train on."""
+    """The most bytes of token shards and tokenizer. `text_bytes`: size of the text to train on; None: unknown."""
     evaluation = CORPUS_FALLBACK_BYTES * any(field.startswith("data.evaluation.") for field in spec.texts)
     if spec.data.builtin is not None:
         return BUILTIN_CORPUS_BYTES + evaluation
@@ -336,6 +342,6 @@ def _cores(spec: TrainingJobSpec, plan: MemoryPlan, num_local_ranks: int) -> flo
 
 def grace_seconds(spec: TrainingJobSpec, plan: MemoryPlan) -> int:
     writing = plan.member_devices * max(planned_checkpoint_bytes(spec, plan).values()) / CHECKPOINT_BYTES_PER_SECOND
-    writing += plan.snapshot_bytes / CHECKPOINT_BYTES_PER_SECOND  # of the checkpoint that is being written behind
+    writing += plan.snapshot_bytes / CHECKPOINT_BYTES_PER_SECOND  # of a checkpoint being written in the background
     needed = STEP_PATIENCE * plan.prediction.step_seconds + writing + GRACE_SECONDS
     return ceil(min(LONGEST_GRACE_SECONDS, needed))

@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from operator import itemgetter
 
-from spillway.plan import OptimizerPlan, Order, Policy, Strategy, Tier, TierBytes
+from spillway.plan import OptimizerPlan, Order, Policy, Tier, TierBytes
 from spillway.planning.bounds import ROUNDED
 from spillway.planning.candidates import (
     _WEIGHTS,
@@ -40,7 +40,7 @@ from spillway.planning.workload import Blocks, Streaming, Workload
 
 
 class Search:
-    """The space under the budgets of one question."""
+    """The candidates of one question, under its budgets."""
 
     def __init__(self, question: Question, space: Sequence[CandidateGroup] | None = None) -> None:
         self.question = question
@@ -50,18 +50,17 @@ class Search:
         """The same space under other budgets."""
         return Search(replace(self.question, budget=budget), self.groups)
 
-    def of_strategy(self, strategy: Strategy) -> Search:
-        return Search(self.question, [group for group in self.groups if group.work.strategy == strategy])
-
     def not_in(self, order: Order) -> Search:
-        """Only what is streamed in the other order of micro-batches."""
+        """The search of only those candidates that stream parameters in an order of micro-batches other than
+        `order`."""
         return Search(
             self.question,
             [group for group in self.groups if group.streaming.units and group.streaming.order != order],
         )
 
     def visited_once(self) -> Search:
-        """Only what loads no segment once a micro-batch: what does not stream, and weight-stationary."""
+        """The search of only those candidates that do not load segments once per micro-batch: they do not stream, or
+        stream weight-stationary."""
         return Search(
             self.question,
             [group for group in self.groups if not group.streaming.units or group.streaming.order != "InOrder"],
@@ -69,15 +68,11 @@ class Search:
 
     @property
     def is_empty(self) -> bool:
-        """What the question forces excludes itself."""
+        """Whether no candidate has all that the question forces, because the forced parts exclude one another."""
         return not self.groups
 
-    @property
-    def strategies(self) -> list[Strategy]:
-        return list(dict.fromkeys(group.work.strategy for group in self.groups))
-
     def all_candidates(self) -> Iterator[Candidate]:
-        """The plain reference of what follows: every candidate, also those that do not fit."""
+        """Every candidate, also those that do not fit: the simple reference for the search below."""
         for group in self.groups:
             for layout in group.layouts:
                 yield from self.candidates(group, layout)
@@ -88,15 +83,17 @@ class Search:
     def _fitting(
         self, group: CandidateGroup, layout: BlockLayout, *, spare_drives: bool = True, limit: float = inf
     ) -> Iterator[Timed]:
-        """Those of `candidates` that fit every budget and spare the drives, with all that take up to `limit` seconds.
-        Others are left out before their bytes and seconds are counted."""
+        """Those of `candidates` that fit every budget and, with `spare_drives`, do not wear out the drives: at least
+        all that take up to `limit` priced seconds. Slower ones are skipped, if possible before their bytes and seconds
+        are counted."""
         kept, others, needed = group.bounds.beside_states(layout)
         for split in self._splits(group, layout):
             free = self.question.budget[Tier.HOST] - group.host_bytes_beside_homes(split) - kept
             if free < needed or (others > free and not self.question.budget[Tier.NVME]):
                 continue
             spilled = stored_states_bytes(group.work, split) + max(0, others - free - group.bounds.unwritten)
-            least, most = group.bounds.of_split(layout, split, spills=others > free)
+            spills = others > free or self.question.policy == "Nvme"
+            least, most = group.bounds.of_split(layout, split, spills=spills)
             if spare_drives and group.surely_wears_out(spilled, min(limit, most)):
                 continue
             if group.priced(least, spilled, limit) > ROUNDED * limit:
@@ -125,8 +122,9 @@ class Search:
     def _between_host_and_nvme(
         self, group: CandidateGroup, layout: BlockLayout, optimizer: OptimizerPlan
     ) -> Iterator[OptimizerPlan]:
-        """The splits that are worth comparing with `optimizer` when host memory does not hold all that leaves the
-        device: as few states on NVMe as host memory allows, so many that homes and activations find room, all."""
+        """Splits with states on NVMe that are worth comparing with `optimizer` if host memory cannot hold everything
+        that leaves the device: with as few states on NVMe as possible; with so many that homes and activations fit in
+        host memory; with all."""
         budget, streaming = self.question.budget, group.streaming
         others = host_home_bytes(group.work, streaming)
         if self.question.policy != "Nvme":
@@ -139,8 +137,8 @@ class Search:
             yield from (group.spilled(optimizer, part) for part in sorted(parts | {1.0}))
 
     def _least_spilled(self, group: CandidateGroup, optimizer: OptimizerPlan, room: int) -> float:
-        """The least part on NVMe with which states fit in `room` of host memory, which falls linearly with it; 1 when
-        none does."""
+        """The smallest part of the states that must be on NVMe so that, without homes, `room` bytes of host memory are
+        enough (their number falls linearly with the part); 1 if no smaller part is enough."""
         low, high = 0.25, 0.75
         at_low, at_high = (group.host_bytes_beside_homes(group.spilled(optimizer, part)) for part in (low, high))
         if at_low == at_high:
@@ -151,7 +149,8 @@ class Search:
         return part if fits else 1.0
 
     def choices(self, *, spare_drives: bool = True) -> list[Timed]:
-        """Those that fit every budget and spare the drives, and among them all that `best` could choose."""
+        """Candidates that fit every budget and, with `spare_drives`, do not wear out the drives; at least all that
+        `best` could choose."""
         found = list[tuple[tuple[int, int], Timed]]()
         limit = inf
 
@@ -159,7 +158,8 @@ class Search:
             return self._bound(group, layout, limit, spare_drives=spare_drives) / ROUNDED
 
         def look_at(index: int, group: CandidateGroup) -> None:
-            """Best first: rows of layouts, and their layouts where a row may have a better one."""
+            """Looks at the rows of a group's layouts in the order of their bounds, and at the layouts of a row if one
+            may be better."""
             nonlocal limit
             waiting = [(bound(group, least), row, -1) for row, (least, _) in enumerate(group.layouts.rows)]
             heapify(waiting)
@@ -180,7 +180,7 @@ class Search:
         return [choice for _, choice in sorted(found, key=itemgetter(0))]
 
     def fits(self) -> bool:
-        """Whether any candidate fits every budget and spares the drives."""
+        """Whether any candidate fits every budget and does not wear out the drives."""
         lean = {(group.work.strategy, group.streaming) for group in self.groups if group.work.lean}
         for group in filter(self._may_fit, self.groups):
             has_twin = not group.work.lean and (group.work.strategy, group.streaming) in lean
@@ -196,14 +196,16 @@ class Search:
     def _bound(
         self, group: CandidateGroup, layout: BlockLayout, limit: float = inf, *, spare_drives: bool = True
     ) -> float:
-        """No candidate of `layout` takes fewer seconds, up to `limit`; infinite: none fits."""
+        """A lower bound on the priced seconds of the candidates of `layout` that take up to `limit` seconds; infinite
+        if none of them fits."""
         budget = self.question.budget
         if group.least_device_bytes + layout.peak.total > budget[Tier.DEVICE]:
             return inf
         return group.bounds.seconds(layout, budget, limit, spare=spare_drives)
 
     def _may_fit(self, group: CandidateGroup) -> bool:
-        """Whether what needs least on the device might fit, with all homes on NVMe and no activation in host memory."""
+        """Whether the candidate of `group` that needs least on the device might fit if all homes are on NVMe and no
+        activations are in host memory."""
         budget = self.question.budget
         left = budget[Tier.DEVICE] - group.least.peak.total
         if group.least_device_bytes > left or group.least_host_bytes > budget[Tier.HOST]:
@@ -211,7 +213,7 @@ class Search:
         return any(group.least_host_bytes_of(split) <= budget[Tier.HOST] for split in group.optimizers(left))
 
     def nearest_miss(self) -> Candidate:
-        """The one that lacks least."""
+        """The candidate that lacks least, by `weighted_missing`."""
         budget, found = self.question.budget, list[Candidate]()
         bounds = []
         for group in self.groups:
@@ -259,25 +261,26 @@ class Search:
     def _settled(
         self, group: CandidateGroup, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int
     ) -> tuple[Blocks, Streaming]:
-        """Where activations go, with the reserve kept free if some go to NVMe."""
+        """Where activations and homes go; the reserve is kept free if some activations go to NVMe."""
         found = self._divided(group, optimizer, blocks, window_bytes, 0)
         reserve = self._largest_reserve(group, blocks)
         return self._divided(group, optimizer, blocks, window_bytes, reserve) if reserve and found[0].nvme else found
 
     def _largest_reserve(self, group: CandidateGroup, blocks: Blocks) -> int:
-        """With all moved blocks on NVMe."""
+        """The reserve if all moved blocks were on NVMe."""
         on_nvme = group.work.alive(group.streaming) * group.work.sum_of("moved_nvme", 0, blocks.moved)
         return min(self._reserve(group), on_nvme)
 
     def _reserve(self, group: CandidateGroup) -> int:
-        """At most. Weight-stationary, trainers place no single storages, so that nothing can move."""
+        """The most host memory to reserve. In weight-stationary order it is 0, because trainers do not place single
+        storages, so none can be moved."""
         return self.question.host_reserve if group.streaming.order == "InOrder" else 0
 
     def _divided(
         self, group: CandidateGroup, optimizer: OptimizerPlan, blocks: Blocks, window_bytes: int, reserve: int
     ) -> tuple[Blocks, Streaming]:
-        """Divides homes and moved blocks between host memory and NVMe: homes first, because an activation without space
-        can be recomputed. As many as fit are in host memory, the others on NVMe if they fit there."""
+        """Divides homes and moved blocks between host memory and NVMe. As many as fit are in host memory, the others on
+        NVMe if they fit there. Homes come first, because an activation without space can be recomputed."""
         work = group.work
         policy, moved, budget = self.question.policy, blocks.moved, self.question.budget
         room = budget[Tier.HOST] - group.host_bytes_beside_homes(optimizer) - reserve
@@ -297,15 +300,15 @@ class Search:
         host_room = 0 if streaming.nvme else room - nvme_staging_bytes(work, window_bytes)
         nvme = _fewest(moved, lambda count: alive * work.sum_of("moved_host", count, moved) <= host_room)
         if alive * work.sum_of("moved_nvme", 0, nvme) > nvme_room:
-            return blocks, streaming  # no room on NVMe either: what is missing in host memory is what to say
+            return blocks, streaming  # no room on NVMe either: report what is missing in host memory
         return replace(blocks, host=moved - nvme, nvme=nvme), streaming
 
 
 def _homes_between(
     work: Workload, optimizer: OptimizerPlan, streaming: Streaming, room: int, nvme_room: int
 ) -> Streaming:
-    """As few homes on NVMe as fit in `room` bytes of host memory next to the optimizer; all in host memory if NVMe has
-    no space either."""
+    """`streaming` with as few homes on NVMe as are needed for the others to fit in the `room` bytes of host memory that
+    the optimizer leaves; with all homes in host memory if NVMe has no space for them either."""
     num_units = streaming.units
     beside = upload_bytes(work, optimizer, streaming)
 
@@ -319,26 +322,27 @@ def _homes_between(
 
     if not num_units or fits(0):
         return streaming
-    # From one home on NVMe on, each further one frees host memory; staging grows with the largest of them only.
+    # After the first home on NVMe, each further one frees host memory: staging grows only with the largest of them.
     nvme = 1 + _fewest(num_units - 1, lambda count: fits(count + 1))
     split = divided(nvme)
     return split if nvme_home_bytes(work, split) <= nvme_room and fits(nvme) else streaming
 
 
 def _fewest(largest: int, enough: Callable[[int], bool]) -> int:
-    """The least count up to `largest` for which `enough`, which holds from some count on; else `largest`."""
+    """The smallest count up to `largest` for which `enough` is true, else `largest`. If `enough` is true for a count,
+    it must be true for all larger ones."""
     return bisect_left(range(largest), True, key=enough)
 
 
 def as_specified(question: Question) -> Candidate:
-    """What Disabled and Advise run: what the spec names, all else on the device. Not checked against budgets."""
+    """The candidate that modes Disabled and Advise run: what the spec names, everything else on the device. Budgets are
+    not checked."""
     streams = question.parameters == "Stream" and question.mode != "Disabled"
     placement = ("Host" if streams else "Device") if question.placement == "Auto" else question.placement
     named = replace(
         question,
         placement=placement,
         policy="Keep" if question.policy == "Auto" else question.policy,
-        strategy="Ddp" if question.strategy == "Auto" else question.strategy,
         parameters="Stream" if streams else "Resident",
     )
     space = groups(named)

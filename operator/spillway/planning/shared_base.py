@@ -1,8 +1,8 @@
 """Members that share one frozen base model: which of them, and how many are loaded together.
 
-Members with the same base are planned as one model with the micro-batches of all of them: what activations, boundaries
-and streamed segments need is the same whether micro-batches belong to one member or to several. What each member has of
-its own (adapters, their gradients and states) is set aside before, for each of them.
+Members with the same base are planned as one model with the micro-batches of all of them, because activations,
+boundaries and streamed segments need the same whether micro-batches belong to one member or to several. What each
+member has of its own (adapters, their gradients and states) is subtracted from the budgets before, for each member.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from spillway.planning.workload import Blocks, Workload, chunk_parameters
 
 OWN_ROWS = ("gradients", "optimizer_states", "buffers")
 NO_SLOWER = 1.01
-"""Members share a base unless a member's step would take this many of its steps alone."""
+"""Members share a base unless a member's step would then take more than this many of its steps alone."""
 
 PlanOne = Callable[[TrainingJob, Mapping[Tier, int], bool], MemoryPlan | Infeasible]
-"""Plans one model with budgets reduced by some bytes per tier; the flag: whether these are several members' batches."""
+"""Plans one model with budgets reduced by some bytes per tier; the flag says whether its micro-batches are those of
+several members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,16 @@ class Together:
     """How members on one base are attached."""
 
     plan: MemoryPlan
-    """Plan of each; its bytes are those of all members attached at a time."""
+    """The plan of each member; its bytes are those of all members that are attached at the same time."""
     num_attached: int
 
 
 def bases(specs: Mapping[str, TrainingJobSpec]) -> dict[str, tuple[str, ...]]:
-    """Members that have the same frozen base, in their order, by the name of the first; only where there are several.
+    """Names of members that have the same frozen base, in their order, by the name of the first; only bases of several
+    members.
 
-    They differ in adapters, seed, learning rate and schedule, in data and numbers of the update: not in what is frozen,
-    in the shape of a step, or in what states are kept.
+    Members with one base may differ in adapters, seed, learning rate, schedule, data and coefficients of the update,
+    but not in frozen parameters, the shape of a step, or the kinds of states.
     """
     found: dict[str, list[str]] = {}
     for name, spec in specs.items():
@@ -49,7 +51,8 @@ def bases(specs: Mapping[str, TrainingJobSpec]) -> dict[str, tuple[str, ...]]:
 
 
 def _base_of(spec: TrainingJobSpec) -> str:
-    """Equal where frozen parameters and the shape of a step are equal. Without a source, the seed draws the base."""
+    """A key that is equal if frozen parameters and the shape of a step are equal. Without a source, the base depends on
+    the seed."""
     training = spec.training
     steps = (
         training.sequence_length,
@@ -69,10 +72,10 @@ def planned_together(
     reserved: Mapping[Tier, int],
     plan_one: PlanOne,
 ) -> Together | None:
-    """The plan with which most of `jobs`, which have one base, are attached together: `most` of them, a half, a
-    quarter.
+    """The plan with which as many as possible of `jobs`, which have one base, are attached together: `most` of them, or
+    a half, a quarter and so on.
 
-    None where two do not fit, or where a step of each would take longer than alone.
+    None if not even two fit, or if a step of each would take longer than alone.
     """
     by_width = sorted(range(len(jobs)), key=lambda index: -shapes[index].num_trained)
     widest = by_width[0]
@@ -94,8 +97,9 @@ def planned_together(
 
 
 def own_bytes(works: Sequence[Workload], optimizer: OptimizerPlan) -> dict[Tier, TierBytes]:
-    """What members have of their own beyond what the plan of the first counts: adapters, which stay on the device, and
-    of all others gradients, states and the buffers of their update, as `optimizer` has them. `works`: of each."""
+    """Bytes that members have of their own in addition to what the plan of the first counts: adapters of all members,
+    which stay on the device; gradients, states and the update's buffers of all but the first, where `optimizer` places
+    them. `works`: the work of each member."""
     nothing = Blocks(works[0].shape.num_layers)
     others = works[1:]
     held = {
@@ -109,8 +113,8 @@ def own_bytes(works: Sequence[Workload], optimizer: OptimizerPlan) -> dict[Tier,
 
 
 def _most_own_bytes(works: Sequence[Workload]) -> dict[Tier, int]:
-    """The same, wherever a plan puts what is updated: nearly all on one of the four paths, and a chunk of it on others,
-    which takes the buffers of both."""
+    """The most that `own_bytes` can be with any split: nearly everything that is updated is on one of the four paths,
+    and a chunk of it on another, which takes the buffers of both."""
     chunk, shares = chunk_parameters(works[0]), ("resident_share", "streamed_share", "cpu_share", "nvme_share")
     most, none = LARGEST_PARTLY_RESIDENT_SHARE, dict.fromkeys(shares, 0.0)
     paths = ({**none, one: most, "cpu_share" if one != "cpu_share" else "streamed_share": 1.0 - most} for one in shares)
@@ -119,7 +123,7 @@ def _most_own_bytes(works: Sequence[Workload]) -> dict[Tier, int]:
 
 
 def _work(job: TrainingJob, shape: ModelShape, *, in_place: bool) -> Workload:
-    """Of a member's update: nothing else of it is its own."""
+    """The work of a member's update; nothing else is the member's own."""
     training = job.spec.training
     return Workload(
         shape,
@@ -139,7 +143,7 @@ def _counts(num_members: int) -> Iterator[int]:
 
 
 def _with_batches_of(job: TrainingJob, num_attached: int) -> TrainingJob:
-    """`job` with as many micro-batches a step as so many members have together."""
+    """`job` with as many micro-batches per step as `num_attached` members have together."""
     training = job.spec.training
     wider = training.model_copy(update={"global_batch_size": num_attached * training.global_batch_size})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"training": wider})})
@@ -148,8 +152,8 @@ def _with_batches_of(job: TrainingJob, num_attached: int) -> TrainingJob:
 def _of_each(
     plan: MemoryPlan, budget: Mapping[Tier, int], own: Mapping[Tier, TierBytes], num_attached: int
 ) -> MemoryPlan:
-    """What each member runs under, of the plan of all of them: its own micro-batches, and its part of a step. `budget`:
-    before anything was set aside."""
+    """The plan of each member, from the plan of all of them together: with its own micro-batches, and its part of a
+    step. `budget`: the budgets before anything was subtracted."""
     held = {
         tier: plan.bytes[tier].model_copy(
             update={row: getattr(plan.bytes[tier], row) + getattr(own[tier], row) for row in ("parameters", *OWN_ROWS)}
@@ -167,7 +171,8 @@ def _of_each(
 
 
 def _share_of(whole: Prediction, num_attached: int) -> Prediction:
-    """A member's part of a round of all: everything but its own update, which the plan of one counts once."""
+    """A member's part of one round of all members: of everything except its own update, which the plan of all counts
+    once."""
     shared = whole.step_seconds - whole.exposed_optimizer_seconds
 
     def part(phase: str, amount: float) -> float:

@@ -6,20 +6,20 @@
                          accumulation of gradients
     update, once         CPU, device, h2d and d2h of the shares, host memory under all of them, disk read and write of
                          states and disk write of homes
-    exchange, once       gradients and parameters between ranks, where they are not part of the above; on CPUs of
-                         several nodes it runs behind the last backward
+    exchange, once       gradients and parameters between ranks, if they are not part of the above; that of Ddp on
+                         CUDA devices, or on CPUs of several nodes, overlaps the last backward
 
-Inside a phase resources work side by side, so the phase takes as long as the busiest; phases follow one another,
-because the update needs the norm of all gradients and the next forward needs the update, or, where the plan overlaps
-the two, each of its segments its own part of the update. Loads of all techniques are
-summed per link first. On a CPU device copies take the cores that compute, so there they add to compute.
+Within a phase, resources work in parallel, so the phase takes as long as the busiest one; the loads of all techniques
+are summed per resource first. Phases follow one another, because the update needs the norm of all gradients, and the
+next forward needs the update. If the plan overlaps these two, each segment of forward needs only its own part of the
+update. On a CPU device copies use the cores that compute, so there they add to compute.
 
-Bounds of the update per parameter (c, g, s, n = CPU, streamed, resident, NVMe share; x = share whose parameters are
-streamed; w = bytes of a trained parameter; u = what an update moves, z = states, by rule: 28 and 12 for AdamW; y =
-those of a streamed one, z or, with bfloat16 weights on a device apart, 1.875 less):
+Loads of the update in bytes per parameter (c, g, s, n = CPU, streamed, resident, NVMe share; x = share whose parameters
+are streamed; w = bytes of a trained parameter; by rule, u = bytes that an update moves and z = bytes of states: 28 and
+12 for AdamW; y = bytes of states in share g: z, or 1.875 less with bfloat16 weights on a separate device):
     CPU (u + w)(c + n)    h2d w(c + n - x) + yg    d2h yg    host memory (u + w)(c + n) + w(c + n - x) + 2yg + 2zn
     device (u + w)(s + g)    disk zn read and zn written, one after the other: the same drives do both
-    (int8 moments: CPU and device as if u were 40 bytes more for each)
+    (with int8 moments, u of CPU and device is 40 bytes more for each moment)
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class Rates:
     elementwise: float = math.inf
     """Values per second of everything that is not a matrix product."""
     operation_overhead: float = 0.0
-    """Seconds."""
+    """Seconds per operation."""
     calibrated: bool = False
-    """Measured on this node."""
+    """Whether the rates were measured on this node."""
 
 
 def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str, num_cipher_threads: int = 0) -> Rates:
@@ -124,12 +124,11 @@ def _encrypted(disk: float, node: NodeSpec, num_cipher_threads: int) -> float:
 
 
 # --- loads of each phase, in seconds per resource ---------------------------------------------------------------------
-#
-# A pass is one micro-batch in order, and all of them weight-stationary.
+# A pass is over one micro-batch in order, and over all of them in weight-stationary order.
 
 
 def forward_loads(work: Workload, rates: Rates, blocks: Blocks, streaming: Streaming = RESIDENT) -> Loads:
-    """One pass."""
+    """Loads of one forward pass."""
     batches, loaded = work.alive(streaming), parameter_loads(work, streaming)
     boundaries = handed_on_bytes(work, streaming)
     into = loaded.forward + boundaries
@@ -150,13 +149,13 @@ def forward_loads(work: Workload, rates: Rates, blocks: Blocks, streaming: Strea
 def backward_loads(
     work: Workload, rates: Rates, blocks: Blocks, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT
 ) -> Loads:
-    """One pass."""
+    """Loads of one backward pass."""
     batches, loaded = work.alive(streaming), parameter_loads(work, streaming)
     waits = streaming.boundaries
     inputs = batches * recomputed_input_bytes(work, blocks, waits) if waits is not Policy.KEEP else 0
     spilled = batches * spilled_bytes(work, blocks)
     back = loaded.backward + batches * moved_bytes(work, blocks) + inputs
-    back -= spilled if work.in_place else 0  # read to where backward uses it
+    back -= spilled if work.in_place else 0  # they are read directly to where backward uses them
     read = loaded.backward_read + spilled
     read += inputs if waits is Policy.NVME else 0
     gradients = batches * cpu_accumulated(work, optimizer, streaming) / work.shards("gradients")
@@ -175,9 +174,9 @@ def backward_loads(
 
 
 def update_loads(work: Workload, rates: Rates, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> Loads:
-    """What is streamed is updated by the CPU straight into its home: nothing goes up, NVMe homes are written. So it is
-    with all parameters where the device's memory is the host's, but for those that backward has updated: their values
-    are copied when they count."""
+    """Loads of one update. The CPU updates streamed parameters directly in their homes, so nothing is copied to the
+    device, but homes on NVMe are written. If the device's memory is host memory, the same holds for all parameters
+    except those that backward has updated: their values are copied once the update is known to be valid."""
     parameters, w = work.rank_parameters, work.shape.trained_bytes
     u, g, s = (
         share * parameters for share in (optimizer.updated_by_cpu, optimizer.streamed_share, optimizer.resident_share)
@@ -202,40 +201,40 @@ def update_loads(work: Workload, rates: Rates, optimizer: OptimizerPlan, streami
 
 
 def quantizing_bytes(work: Workload) -> int:
-    """Cost of an update apart from moving its states, as bytes moved: for a core, int8 moments are more work than
-    memory traffic."""
+    """Cost of an update in addition to moving its states, as an equivalent number of moved bytes: for a core, int8
+    moments are more work than memory traffic."""
     return QUANTIZING_BYTES * len(work.rule.moments) if work.moments is MomentType.INT8 else 0
 
 
 def moved_bytes(work: Workload, blocks: Blocks) -> int:
-    """Activations of one micro-batch that leave the device."""
+    """Bytes of activations of one micro-batch that leave the device."""
     return work.sum_of("moved", 0, blocks.moved)
 
 
 def rebuilding_bytes(work: Workload, blocks: Blocks) -> int:
-    """Read and written on the device in backward of one micro-batch, to rebuild what is not held."""
+    """Bytes that backward of one micro-batch reads and writes on the device to rebuild what is not held."""
     first, end = blocks.moved, blocks.moved + blocks.recomputed
     return work.sum_of("rebuilding", 0, first) + work.sum_of("rebuilding", end, blocks.num_layers)
 
 
 def spilled_bytes(work: Workload, blocks: Blocks) -> int:
-    """Of those, what is written to NVMe."""
+    """The part of `moved_bytes` that is written to NVMe."""
     return work.sum_of("moved_nvme", 0, blocks.nvme)
 
 
 def stored_bytes(work: Workload, streaming: Streaming) -> int:
-    """Trained parameters whose homes on NVMe are written by every update."""
+    """Bytes of trained parameters with homes on NVMe, which every update writes."""
     return work.shape.trained_bytes * work.units.trained[streaming.nvme]
 
 
 def stored_states_bytes(work: Workload, optimizer: OptimizerPlan) -> float:
-    """Optimizer states on NVMe, which every update reads and writes."""
+    """Bytes of optimizer states on NVMe, which every update reads and writes."""
     return optimizer.nvme_share * work.rank_parameters * states_bytes_per_parameter(work, on_cpu=True)
 
 
 def handed_on_bytes(work: Workload, streaming: Streaming) -> int:
-    """Boundaries that leave the device on their way from one segment to the next: out and in again, of every
-    micro-batch."""
+    """Bytes of the boundaries of all micro-batches that leave the device on their way from one segment to the next:
+    each is copied out and in again."""
     if streaming.boundaries is Policy.KEEP:
         return 0
     return work.num_micro_batches * sum(work.handed_on_bytes)
@@ -243,12 +242,12 @@ def handed_on_bytes(work: Workload, streaming: Streaming) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParameterLoads:
-    """Bytes of streamed parameters that one pass brings to the device, a mean over the step's passes."""
+    """Bytes of streamed parameters that one pass brings to the device, averaged over the step's passes."""
 
     forward: float
     backward: float
     forward_read: float
-    """Of those, from NVMe."""
+    """The part of `forward` that comes from NVMe."""
     backward_read: float
 
 
@@ -256,8 +255,9 @@ NO_LOADS = ParameterLoads(0.0, 0.0, 0.0, 0.0)
 
 
 def parameter_loads(work: Workload, streaming: Streaming) -> ParameterLoads:
-    """Every pass loads all W streamed bytes, but for the segments that still lie in the slots: those of the turn from
-    forward to backward, and from backward to the next forward until an update changes them."""
+    """Every pass loads all W streamed bytes, except for segments that are still in the slots: at the beginning of
+    backward those of the end of forward; at the next forward those of the end of backward, unless an update changed
+    them."""
     if not streaming.units:
         return NO_LOADS
     units, passes = work.units, work.num_micro_batches // work.alive(streaming)
@@ -269,39 +269,50 @@ def parameter_loads(work: Workload, streaming: Streaming) -> ParameterLoads:
 
 
 def gather_seconds(work: Workload, rates: Rates) -> float:
-    """All-gather of sharded parameters, once per forward and once per backward of a micro-batch."""
+    """Seconds of an all-gather of sharded parameters, which happens once per forward and once per backward of a
+    micro-batch."""
     return _exchanged(work, work.shape.parameter_bytes) / rates.network if work.shards("parameters") > 1 else 0.0
 
 
 def scatter_seconds(work: Workload, rates: Rates) -> float:
-    """Reduce-scatter of gradients, per micro-batch, where ranks hold only shards of them."""
+    """Seconds of the reduce-scatter of one micro-batch's gradients, if ranks hold only shards of them; else 0."""
     gradients = work.shape.trained_bytes * work.shape.num_trained
     return _exchanged(work, gradients) / rates.network if work.shards("gradients") > 1 else 0.0
 
 
-def exchange_loads(work: Workload, rates: Rates) -> Loads:
-    """Once per step: the sum of whole gradients (out in the wire's type, back in float32, docs/ranks.md), or their
-    reduction into shards; gather of parameters that were updated in shards."""
-    bytes_per_parameter = 0
-    if work.world_size > 1 and work.shards("gradients") == 1:
-        bytes_per_parameter += work.wire_bytes + (FLOAT32_BYTES if work.shards("states") == 1 else 0)
-    if work.shards("states") > 1 and work.shards("parameters") == 1:
-        bytes_per_parameter += work.shape.trained_bytes
-    return {Resource.NETWORK: _exchanged(work, bytes_per_parameter * work.shape.num_trained) / rates.network}
+def exchange_loads(work: Workload, rates: Rates, in_host: float = 0.0) -> Loads:
+    """Loads of the exchange, once per step: the sum of whole gradients (out in the wire's type, back in float32,
+    docs/ranks.md) or their reduction into shards; and the gather of parameters that were updated in shards. `in_host`:
+    number of accumulated values in host memory, which pass through a CUDA device."""
+    copied, shape = 0.0, work.shape
+    if work.shards("states") == 1:
+        sent = (work.wire_bytes + FLOAT32_BYTES) * shape.num_accumulated
+        copied = FLOAT32_BYTES * in_host * work.exchanges_on_device
+    else:
+        sent = work.wire_bytes * shape.num_trained * (work.shards("gradients") == 1)
+        sent += shape.trained_bytes * shape.num_trained * (work.shards("parameters") == 1)
+    return {
+        Resource.H2D: copied / rates.h2d,
+        Resource.D2H: copied / rates.d2h,
+        Resource.NETWORK: _exchanged(work, sent) / rates.network,
+    }
 
 
-def exposed_exchange_seconds(work: Workload, rates: Rates, backward_seconds: float = math.inf) -> float:
-    """What one pass of backward does not hide of the exchange. On CPUs Ddp sends a segment's gradients once backward
-    has left it, but between ranks of one node the cores that compute send them, so that nothing is saved."""
-    whole = exchange_loads(work, rates)[Resource.NETWORK]
-    if work.on_cuda or work.shards("states") > 1 or work.world_size == work.local_ranks:
+def exposed_exchange_seconds(
+    work: Workload, rates: Rates, backward_seconds: float = math.inf, in_host: float = 0.0
+) -> float:
+    """Seconds of the exchange that one pass of backward does not hide. Ddp sends a segment's gradients as soon as
+    backward has left the segment. But between CPU ranks of one node, the cores that compute send them, so nothing is
+    saved."""
+    whole = sum(exchange_loads(work, rates, in_host).values())
+    if work.shards("states") > 1 or (work.world_size == work.local_ranks and not work.on_cuda):
         return whole
     left = (whole * sent - (backward_seconds * passed if passed else 0.0) for sent, passed in work.forward_order)
     return max(0.0, *left)
 
 
 def _exchanged(work: Workload, nbytes: int) -> float:
-    """What one rank sends of them in one pass of a ring."""
+    """Bytes that one rank sends when `nbytes` go through a ring of all ranks once."""
     return (work.world_size - 1) / work.world_size * nbytes
 
 
@@ -311,7 +322,8 @@ _COPIES = (Resource.H2D, Resource.D2H)
 
 
 def phase_seconds(loads: Loads, rates: Rates, overlapped: bool = True) -> float:
-    """The busiest resource; copies that use the computing cores, or that forward waits for, come on top of compute."""
+    """Seconds of the busiest resource. Copies that use the computing cores, or for which forward waits, are added to
+    compute."""
     copies = sum(loads.get(copy, 0.0) for copy in _COPIES)
     if not overlapped:
         return loads.get(Resource.COMPUTE, 0.0) + copies + loads.get(Resource.WRITE, 0.0)
@@ -321,29 +333,30 @@ def phase_seconds(loads: Loads, rates: Rates, overlapped: bool = True) -> float:
 
 
 def busy_seconds(loads: Loads, rates: Rates) -> float:
-    """The part of a phase in which the device computes; the rest is waiting. On a CPU copies and updates are work of
+    """Seconds of a phase in which the device computes; the rest is waiting. On a CPU, copies and updates are work of
     the same cores."""
     cores = (Resource.COMPUTE, *_COPIES, Resource.CPU) if rates.copies_use_cores else (Resource.COMPUTE,)
     return sum(loads.get(resource, 0.0) for resource in cores)
 
 
 def update_seconds(work: Workload, rates: Rates, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> float:
-    """The update by itself: what each share asks for, and its operations."""
+    """Seconds of the update without overlap: for what each share needs, and for its operations."""
     loads = update_loads(work, rates, optimizer, streaming)
     return side_by_side(loads, rates) + update_work(work, optimizer).seconds(rates)
 
 
 def side_by_side(update: Mapping[Resource, float], rates: Rates) -> float:
-    """All shares of an update at once, also on a CPU device, where the cores share the memory bandwidth that bounds
-    them all. The same drives read states and write them, so these add up."""
+    """Seconds of all shares of an update in parallel; also on a CPU device, where the cores share the memory bandwidth
+    that bounds all shares. The same drives read and write states, so these two are added."""
     disk = update[Resource.READ] + update[Resource.WRITE]
     shared = update[Resource.DRAM] + update[Resource.COMPUTE] if rates.copies_use_cores else 0.0
     return max(shared, disk, *update.values())
 
 
 def can_overlap(rates: Rates, optimizer: OptimizerPlan, up_seconds: float, streaming: Streaming = RESIDENT) -> bool:
-    """Whether any of the update can run behind the next forward. On a CPU device both take the same cores. And a lane
-    is first in, first out: loads of streamed segments would queue behind all that the update sends up."""
+    """Whether any part of the update can run during the next forward. On a CPU device it cannot, because both use the
+    same cores. Nor can it if streamed segments would wait: a lane is first in, first out, so their loads would queue
+    behind everything that the update sends to the device."""
     return optimizer.offloads and not rates.copies_use_cores and not (streaming.units and up_seconds)
 
 
@@ -356,15 +369,17 @@ def hidden_seconds(
     *,
     overlapped: bool = True,
 ) -> float:
-    """Of the update, what a plan with `overlap` does not wait for: it runs behind the next step's first forward pass.
+    """Seconds of the update for which a plan with `overlap` does not wait, because they pass during the next step's
+    first forward pass.
 
-    Chunks are updated in forward order, U seconds for all; F seconds of forward come to segment i when the segments
-    before it are through. What is waited for is the worst of U x (share of the parameters up to and with i) less F x
-    (share of forward before i), and no less than what a resource of both does more than forward takes. What backward
-    has updated, the end of the forward order, is only sent up.
+    Chunks are updated in forward order, in U seconds for all. Forward, in F seconds, reaches segment i after the
+    segments before it. The step waits for the largest value, over all i, of U x (share of the parameters up to and
+    including i) - F x (share of forward before i), and at least for the seconds by which update and forward together
+    use one resource longer than forward takes. Parameters that backward has updated, the last in forward order, are
+    only sent to the device.
     """
     forward, update = forward_loads(work, rates, blocks, streaming), update_loads(work, rates, optimizer, streaming)
-    queues = blocks.moved and update[Resource.D2H]  # activations on their way out, behind states on theirs
+    queues = blocks.moved and update[Resource.D2H]  # activations leaving the device would queue behind states
     if queues or not can_overlap(rates, optimizer, update[Resource.H2D], streaming):
         return 0.0
     took, whole = phase_seconds(forward, rates, overlapped or not blocks.moved), side_by_side(update, rates)
@@ -377,8 +392,8 @@ def hidden_seconds(
 
 
 def speculative_window(work: Workload, rates: Rates, optimizer: OptimizerPlan, backward: Loads) -> int:
-    """Parameters that the CPU can update during the last pass of backward in addition to its other work: out of place
-    it moves as many bytes as in place."""
+    """Number of parameters that the CPU can update during the last pass of backward in addition to its other work. Out
+    of place, an update moves as many bytes as in place."""
     each = work.rule.update_bytes(work.moments) + work.shape.trained_bytes
     seconds = max(backward.values())
     free = min(
@@ -392,8 +407,8 @@ def speculative_window(work: Workload, rates: Rates, optimizer: OptimizerPlan, b
 
 
 def beside_copies(work: Workload, rates: Rates, optimizer: OptimizerPlan, streaming: Streaming = RESIDENT) -> float:
-    """Bytes per second that the CPU's part of the update gets: what the cores stream, but no more of host memory than
-    the update's copies and writes leave, spread over the whole update."""
+    """Bytes per second that the CPU's part of the update gets: what the cores can stream, but at most the bandwidth of
+    host memory that the update's copies and writes leave, averaged over the whole update."""
     loads = update_loads(work, rates, optimizer, streaming)
     seconds = max(loads.values())
     if not seconds:
@@ -403,35 +418,36 @@ def beside_copies(work: Workload, rates: Rates, optimizer: OptimizerPlan, stream
 
 
 LAUNCHING_CORES = 2
-"""Cores of a rank with a discrete device: forward and its Python, and backward in autograd's thread."""
+"""Cores that a rank with a discrete device needs to launch its work: one for forward and its Python code, one for
+backward in autograd's thread."""
 
 
 def update_threads(num_cores: int, local_ranks: int, copies_use_cores: bool) -> int:
-    """CPU threads of one rank's update: its part of the node's cores, less those that launch the device's work. On a
-    CPU device the same cores compute and update, in turn."""
+    """CPU threads of one rank's update: its part of the node's cores, minus those that launch the device's work. On a
+    CPU device the same cores compute and update, one after the other."""
     cores = num_cores // local_ranks
     return max(1, cores if copies_use_cores else cores - LAUNCHING_CORES)
 
 
 def balanced_streamed_share(work: Workload, rates: Rates) -> float:
-    """The g of c + g = 1, with nothing resident, at which the update is fastest; 0 when that saves less than 2 %.
+    """The g of c + g = 1, with nothing resident, at which the update is fastest; 0 if that saves less than 2 %.
 
-    Every load is a line in g: the CPU's falls, the links' rise, host memory falls on a GPU node (a streamed parameter
-    moves 20.25 bytes there, one updated by the CPU 32). The least maximum of lines lies where two of them cross.
-    (Deep Optimizer States, arXiv 2410.21316, section 4, real-valued instead of every k-th subgroup.)
+    Every load is linear in g: the CPU's falls, those of the links rise, that of host memory falls on a GPU node (where
+    a streamed parameter moves 20.25 bytes, one updated by the CPU 32). The smallest maximum of lines is where two of
+    them cross. (Deep Optimizer States, arXiv 2410.21316, section 4, real-valued instead of every k-th subgroup.)
     """
     share, seconds = _balanced(work, rates)
     return share if seconds < 0.98 * update_seconds(work, rates, _split(0.0)) else 0.0
 
 
 def least_update_seconds(work: Workload, rates: Rates) -> float:
-    """Of an update with nothing resident: no split between CPU and device is faster."""
+    """The least seconds of an update with nothing resident: no split between CPU and device is faster."""
     return min(_balanced(work, rates)[1], update_seconds(work, rates, _split(0.0)))
 
 
 @lru_cache(maxsize=256)
 def _balanced(work: Workload, rates: Rates) -> tuple[float, float]:
-    """The fastest g of c + g = 1 in which both take part, and its seconds."""
+    """The fastest g of c + g = 1, among 0 and the crossings of two loads with both paths in use; and its seconds."""
     starts, ends = (update_loads(work, rates, _split(g)) for g in (_EPSILON, 1.0 - _EPSILON))
     lines = [(starts[resource], ends[resource] - starts[resource]) for resource in starts]
     crossings = [
@@ -444,7 +460,8 @@ def _balanced(work: Workload, rates: Rates) -> tuple[float, float]:
 
 
 _EPSILON = 1e-9
-"""Share of either path: with both in use, both directions of the link are busy."""
+"""The smallest share of a path at which loads are computed: with both paths in use, both directions of the link are
+busy."""
 
 
 def _split(streamed_share: float) -> OptimizerPlan:
@@ -471,11 +488,12 @@ def predict(
     steps: int,
     drives: Drives,
 ) -> Prediction:
-    """One optimizer step. `overlapped`: spilled bytes may be copied while forward continues; `steps` bounds what a
-    short job writes per day."""
+    """Predicts one optimizer step. `overlapped`: spilled bytes may be copied while forward continues; `steps` limits
+    what a short job writes per day."""
     forward = forward_loads(work, rates, blocks, streaming)
     backward = backward_loads(work, rates, blocks, optimizer, streaming)
-    update, exchange = update_loads(work, rates, optimizer, streaming), exchange_loads(work, rates)
+    in_host = cpu_accumulated(work, optimizer, streaming)
+    update, exchange = update_loads(work, rates, optimizer, streaming), exchange_loads(work, rates, in_host)
     num_passes = work.num_micro_batches // work.alive(streaming)
     compute = num_passes * (forward[Resource.COMPUTE] + backward[Resource.COMPUTE])
     busy: dict[str, float] = {
@@ -487,7 +505,7 @@ def predict(
     hidden = hidden_seconds(work, rates, optimizer, blocks, streaming, overlapped=overlapped) if overlaps else 0.0
     exposed = update_seconds(work, rates, optimizer, streaming) - hidden
     waited = exposed - update_work(work, optimizer).seconds(rates) if overlaps else 0.0  # in the next forward
-    exchanging = exposed_exchange_seconds(work, rates, phase_seconds(backward, rates))
+    exchanging = exposed_exchange_seconds(work, rates, phase_seconds(backward, rates), in_host)
     step_seconds = passes + exposed + exchanging
     in_passes = _summed(((forward, num_passes), (backward, num_passes)))
     total = _summed(((in_passes, 1), (update, 1), (exchange, 1)))
@@ -534,7 +552,7 @@ def amounts(
             num_passes * work.alive(streaming) * rebuilding_bytes(work, blocks),
         ),
         Phase.OPTIMIZER: (1, update, update_work(work, optimizer), update[Resource.COMPUTE]),
-        Phase.EXCHANGE: (1, exchange_loads(work, ONE), ComputeWork(), 0.0),
+        Phase.EXCHANGE: (1, exchange_loads(work, ONE, cpu_accumulated(work, optimizer, streaming)), ComputeWork(), 0.0),
     }  # fmt: skip
     return {
         phase.value: {
@@ -550,16 +568,17 @@ ONE = Rates(
     flops=1.0, device=1.0, h2d=1.0, d2h=1.0, duplex=1.0, dram=1.0, cpu=1.0, read=1.0, write=1.0, network=1.0,
     copies_use_cores=True,
 )  # fmt: skip
-"""Rates at which seconds are bytes."""
+"""Rates with which the seconds of a load are its bytes."""
 BY_BYTES = tuple(resource for resource in Resource if resource is not Resource.COMPUTE)
 DEVICE_BYTES = "device"
-"""Of the update of streamed and resident states, and of rebuilds."""
+"""Key of the bytes that the device moves for the update of streamed and resident states, and for rebuilds."""
 
 
 def pass_seconds(
     work: Workload, rates: Rates, forward: Loads, backward: Loads, streaming: Streaming, overlapped: bool
 ) -> float:
-    """Forward and backward of one pass. With a single slot nothing is computed while parameters come in."""
+    """Seconds of forward and backward of one pass. With a single slot, nothing is computed while parameters are
+    loaded."""
     seconds = phase_seconds(forward, rates, overlapped) + phase_seconds(backward, rates)
     if streaming.units and streaming.num_slots == 1 and not rates.copies_use_cores:
         loaded = parameter_loads(work, streaming)
@@ -568,7 +587,7 @@ def pass_seconds(
 
 
 def written_bytes(work: Workload, optimizer: OptimizerPlan, blocks: Blocks, streaming: Streaming) -> float:
-    """To NVMe, in one step."""
+    """Bytes that one step writes to NVMe."""
     num_passes = work.num_micro_batches // work.alive(streaming)
     boundaries = handed_on_bytes(work, streaming) if streaming.boundaries is Policy.NVME else 0
     activations = work.num_micro_batches * spilled_bytes(work, blocks)
@@ -581,7 +600,7 @@ def _summed(phases: Sequence[tuple[Mapping[Resource, float], int]]) -> Loads:
 
 
 def _link_bytes(rates: Rates, passes: Loads, update: Loads, duplex: float) -> dict[str, int]:
-    """Bytes of one step; the update's copies are slowed by `duplex`, not multiplied."""
+    """Bytes of one step by link. `duplex` makes the update's copies slower, but does not multiply their bytes."""
     ways = {
         "h2d": (Resource.H2D, rates.h2d, duplex),
         "d2h": (Resource.D2H, rates.d2h, duplex),

@@ -1,16 +1,17 @@
-"""Chooses a policy for each saved storage: keep, recompute, host or NVMe. Pure: a profile and limits in,
-answers and what they should cost out.
+"""Chooses a policy for each saved storage: keep, recompute, host or NVMe. Pure: from a profile and limits it computes
+answers and what they should cost.
 
     what a forward saves + limits -> answers at a price -> played through the step -> the fastest within every limit
 
-The price is that of a byte of the link that is short, in seconds. At a price, what is rebuilt for less is rebuilt, and
-of the rest what lies longest between forward and backward leaves: it has the most time to go and come, and what stays
-is the end of the forward, by itself. So one number is searched for; loads fall and recompute rises with it. Few
-storages are lumpy, so at the end single answers are changed and exchanged as long as that pays.
+The price is what a byte of the scarce link is worth, in seconds. At a given price, storages that can be rebuilt for
+less are rebuilt. Of the others, those that wait longest between forward and backward leave the device, because they
+have the most time for their copies; so what stays is the end of the forward. One number is searched for: as it rises,
+loads fall and recomputation rises. With few storages these change in large jumps, so at the end single answers are
+changed and exchanged as long as that helps.
 
-A play goes through forward and backward storage by storage: one queue a lane, first in, first out; forward waits for
-the oldest copy where the window or the device is full; reloads run ahead of backward by so many bytes; what is needed
-before its write has begun is used where it is. The device's peak is that of the play, not a sum.
+A play simulates forward and backward storage by storage. Each lane is a queue, first in, first out. Forward waits for
+the oldest copy if the window or the device is full; reloads run ahead of backward by at most `ahead_bytes`; a storage
+that is needed before its copy out has begun is used where it is. The device's peak is that of the play, not a sum.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ TIE = 1.005
 PRICES_AT_ONCE = 5
 """Prices per round of the search; the next round lies between the neighbours of the best one."""
 MAX_STORAGES = 128
-"""More storages are bundled with their neighbours, one policy per bundle; bundles are small then, and the choice stays
-quick."""
+"""If there are more storages, neighbours are bundled and have one policy per bundle; bundles are small then, and the
+choice stays quick."""
 MAX_POLISHED = 32
-"""Up to this many storages, single ones are large enough to matter in the last stage."""
+"""The last stage runs only with up to this many storages, of which single ones are large enough to matter there."""
 POLISH_STORAGES = 30_000
-"""Storages in all simulations of the last stage together: some 40 ms."""
+"""The most storages in all simulations of the last stage together: about 40 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """One storage that a forward saves, on the clock of a step in which nothing waits."""
+    """One storage that a forward saves; times are those of a step in which nothing waits."""
 
     nbytes: int
     produced_seconds: float
@@ -54,38 +55,40 @@ class SavedStorage:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLimits:
-    """What the storages of one forward may use. A rate of 0: there is no such way."""
+    """What the storages of one forward may use. A rate of 0: there is no such link."""
 
     device_bytes: int
-    """Saved storages, those being copied out and those reloaded, at any moment."""
+    """The most bytes on the device at any moment: saved storages, including those being copied out and those
+    reloaded."""
     kept_bytes: float = math.inf
-    """Of them, bytes that may stay from forward to backward."""
+    """The most of these bytes that may stay from forward to backward."""
     host_bytes: int = 0
     nvme_bytes: int = 0
     written_bytes: float = math.inf
-    """To NVMe by one forward, as endurance allows."""
+    """The most bytes that one forward may write to NVMe, as endurance allows."""
     window_bytes: int = 256 << 20
-    """Bytes being copied out, and again in staging to NVMe; beyond that, forward waits."""
+    """The most bytes being copied out, and the most in staging on their way to NVMe; at this limit forward waits."""
     ahead_bytes: int = 512 << 20
-    """Bytes being reloaded before backward needs them."""
+    """The most bytes being reloaded before backward needs them."""
     d2h: float = 0.0
     """Bytes per second, like the three below."""
     h2d: float = 0.0
     nvme_write: float = 0.0
     nvme_read: float = 0.0
     is_staged: bool = True
-    """NVMe is reached through host memory; False: straight from the device's, which is host memory there"""
+    """Whether storages reach NVMe through host memory; False: directly from the device's memory, which is host
+    memory."""
 
     @property
     def spillable_bytes(self) -> float:
-        """That NVMe may take."""
+        """Bytes that NVMe may take."""
         if not (self.nvme_write and self.nvme_read and (not self.is_staged or (self.d2h and self.h2d))):
             return 0
         return min(self.nvme_bytes, self.written_bytes)
 
     @property
     def offloadable_bytes(self) -> int:
-        """That host memory may take."""
+        """Bytes that host memory may take."""
         return self.host_bytes if self.d2h and self.h2d else 0
 
 
@@ -98,27 +101,27 @@ class Choice:
     """Seconds that compute waits for copies."""
     recompute_seconds: float
     step_seconds: float
-    """Forward and backward, with both."""
+    """Seconds of forward and backward, including stalls and recomputation."""
     peak_bytes: int
-    """Of saved storages on the device."""
+    """Peak bytes of saved storages on the device."""
     tier_bytes: dict[Tier, int]
     """Bytes moved to host and nvme."""
     price: float
-    """Seconds per byte: what could be rebuilt for less was; 0: nothing was."""
+    """In seconds per byte: storages that can be rebuilt for less are rebuilt; 0: none is."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class NoChoice:
-    """Nothing fits: a value, not an exception."""
+    """The answer when nothing fits: a value, not an exception."""
 
     missing_bytes: int
     reason: str
 
 
 def choose(storages: Sequence[SavedStorage], limits: PolicyLimits) -> Choice | NoChoice:
-    """The fastest answers for `storages`, in the order in which forward saves them. Raises ValueError for figures that
-    are none (negative, NaN, a need before its production)."""
+    """The fastest answers for `storages`, in the order in which forward saves them. Raises ValueError for impossible
+    figures (negative, NaN, needed before produced)."""
     check(storages, limits)
     largest = max((storage.nbytes for storage in storages), default=0)
     if largest > limits.device_bytes:
@@ -144,7 +147,7 @@ def choose(storages: Sequence[SavedStorage], limits: PolicyLimits) -> Choice | N
 
 
 def searched(course: StepSimulation) -> Played | None:
-    """The stages of the search."""
+    """Runs the stages of the search; None if nothing fits."""
     search = PolicySearch(course)
     search.by_price()
     search.all_out()
@@ -153,7 +156,8 @@ def searched(course: StepSimulation) -> Played | None:
 
 
 class Bundle:
-    """Neighbours of one kind as if they were one: made when the last of them is, needed when the first of them is."""
+    """Neighbouring storages of one kind, treated as one storage: produced with the last of them, needed with the
+    first."""
 
     __slots__ = ("members", "nbytes", "needed_seconds", "produced_seconds", "rebuild_seconds")
 
@@ -163,7 +167,7 @@ class Bundle:
         self.produced_seconds, self.needed_seconds = storage.produced_seconds, storage.needed_seconds
 
     def add(self, index: int, storage: SavedStorage) -> None:
-        """`storage` is made after the members, and can be rebuilt if they can."""
+        """Adds a storage that is produced after the members, and can be rebuilt if they can."""
         self.members.append(index)
         self.nbytes += storage.nbytes
         self.produced_seconds = storage.produced_seconds
@@ -176,7 +180,7 @@ class Bundle:
 
 
 def bundled(storages: Sequence[SavedStorage]) -> list[tuple[SavedStorage, list[int]]]:
-    """Neighbours of one kind as if they were one, and which."""
+    """Bundles of neighbouring storages of one kind, as storages, each with the indices of its members."""
     size = -(-sum(storage.nbytes for storage in storages) // MAX_STORAGES)
     found: list[Bundle] = []
     last: dict[bool, Bundle] = {}
@@ -198,7 +202,7 @@ UNBOUNDED = ("kept_bytes", "written_bytes")
 def check(storages: Sequence[SavedStorage], limits: PolicyLimits) -> None:
     for index, storage in enumerate(storages):
         produced, needed, rebuild = storage.produced_seconds, storage.needed_seconds, storage.rebuild_seconds or 0.0
-        # So written, NaN is none of them.
+        # Written in this way, the condition is also false for NaN.
         if not (
             storage.nbytes >= 0
             and 0.0 <= produced < math.inf
@@ -224,7 +228,7 @@ def check(storages: Sequence[SavedStorage], limits: PolicyLimits) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What answers come to. Compares as they are preferred, but for what `PolicySearch.spared` allows for."""
+    """The result of a play. `rank` orders results by preference, apart from the tolerance of `PolicySearch.spared`."""
 
     answers: tuple[Policy, ...]
     stall_seconds: float
@@ -244,12 +248,12 @@ class Played:
 
 
 class Sent(NamedTuple):
-    """What a play's forward leaves to its backward."""
+    """The state after a play's forward, with which its backward begins."""
 
     copies: deque[tuple[float, int, int]]
-    """(end, bytes, storage) of what is on the device until then"""
+    """(end, bytes, storage) of each copy out; the storage is on the device until its end."""
     leaving_bytes: int
-    """Of those."""
+    """Bytes of the storages in `copies`."""
     kept_bytes: int
     stall_seconds: float
     begins: list[float]
@@ -274,10 +278,10 @@ class StepSimulation:
         """Storages simulated so far."""
 
     def play(self, answers: Sequence[Policy], price: float = 0.0, bound_seconds: float = math.inf) -> Played | None:
-        """None where the answers break a limit, or cost more than `bound_seconds`.
+        """The result of `answers`; None if they break a limit, or cost more than `bound_seconds`.
 
-        A search plays hundreds of answers, so each pass is one loop over numbers in local names. As objects and calls
-        it is in tests/harness/plain_play.py, and comes to the same numbers.
+        A search plays hundreds of answers, so each pass is one loop over numbers in local variables.
+        tests/harness/plain_play.py does the same with objects and calls, and gets the same numbers.
         """
         limits = self.limits
         held_bytes = dict.fromkeys((KEEP, RECOMPUTE, HOST, NVME), 0)
@@ -301,7 +305,7 @@ class StepSimulation:
         return Played(tuple(answers), stall, recompute, peak_bytes, held_bytes[HOST], held_bytes[NVME], price)
 
     def _forward(self, answers: Sequence[Policy], recompute: float, bound_seconds: float) -> Sent | None:  # noqa: PLR0912, PLR0915 - one loop, see `play`
-        """None beyond the device or the bound."""
+        """Plays the forward; None if it exceeds the device or the bound."""
         limits = self.limits
         room, window, is_staged = limits.device_bytes, limits.window_bytes, limits.is_staged
         d2h, nvme_write = limits.d2h, limits.nvme_write
@@ -309,7 +313,7 @@ class StepSimulation:
         writes: deque[tuple[float, int]] = deque()
         begins, stored = [0.0] * len(answers), [0.0] * len(answers)
         copied_at = written_at = stall = 0.0
-        """When each lane is free."""
+        """When the lanes of copies and writes are free, and the seconds that compute has waited."""
         leaving = staging = kept = peak = 0
         for index, (made, size, answer) in enumerate(zip(self.produced, self.sizes, answers, strict=True)):
             now, limit = made + stall, room - kept - size
@@ -360,7 +364,8 @@ class StepSimulation:
     def _backward(  # noqa: PLR0912, PLR0915 - one loop, see `play`
         self, answers: Sequence[Policy], sent: Sent, recompute: float, bound_seconds: float
     ) -> tuple[float, int] | None:
-        """Seconds that compute waited in both passes, and the device's peak; None beyond the device or the bound."""
+        """Seconds that compute waited in both passes, and the device's peak; None if they exceed the bound or the
+        device."""
         limits, sizes, needed, rebuild = self.limits, self.sizes, self.needed, self.rebuild
         device, ahead_bytes, is_staged = limits.device_bytes, limits.ahead_bytes, limits.is_staged
         copies, leaving, kept, stall, begins, stored, peak = sent
@@ -452,7 +457,7 @@ class PolicySearch:
         storages = course.storages
         slack = [storage.needed_seconds - storage.produced_seconds for storage in storages]
         self._by_slack = sorted(range(len(storages)), key=lambda index: (-slack[index], index))
-        """Those with the most time between forward and backward first."""
+        """Storages, those with the most time between forward and backward first."""
         ratios = {
             index: storage.rebuild_seconds / max(1, storage.nbytes)
             for index, storage in enumerate(storages)
@@ -463,7 +468,7 @@ class PolicySearch:
         self._largest = max(course.sizes, default=0)
 
     def spared(self) -> Played | None:
-        """Of all that were found nearly as fast as the best, the one that writes least to NVMe."""
+        """Of all results that are nearly as fast as the best, the one that writes least to NVMe."""
         if self.best is None:
             return None
         limit = self._near_seconds()
@@ -471,14 +476,15 @@ class PolicySearch:
         return min(near, key=lambda played: (played.nvme_bytes, played.extra_seconds, played.host_bytes))
 
     def _near_seconds(self) -> float:
-        """Beyond a step in which nothing waits: what costs more is never taken."""
+        """The most seconds, beyond a step in which nothing waits, of a result that may still be taken."""
         if self.best is None:
             return math.inf
         return TIE * (self._course.seconds + self.best.extra_seconds) - self._course.seconds
 
     def _try(self, answers: Sequence[Policy], price: float, least_seconds: float = 0.0) -> Played | None:
-        """Plays them, unless they were tried before. One that costs more than `least_seconds` and than what may be
-        taken is left off as soon as that is known, where no later stage begins with it."""
+        """Plays `answers`, unless they were tried before. With more than MAX_POLISHED storages no later stage starts
+        from the result, so a play ends as soon as it costs more than both `least_seconds` and what may still be
+        taken."""
         key = tuple(answers)
         if key in self._tried:
             return None
@@ -492,7 +498,7 @@ class PolicySearch:
         return played
 
     def by_price(self) -> None:
-        """The number of storages that are rebuilt, cheapest first, is searched for, which is a search for the price."""
+        """Searches for the number of storages that are rebuilt, cheapest first, which is a search for the price."""
         low, high = 0, len(self._rebuildable)
         least = self._at(low)
         if least == 0.0:
@@ -511,8 +517,8 @@ class PolicySearch:
             low, high = before, after
 
     def _at(self, num_rebuilt: int, least_of_round: float = math.inf) -> float:
-        """Seconds beyond a step in which nothing waits, at the price at which so many are rebuilt; as good as infinite
-        where other prices of the round are known to have less."""
+        """The least seconds beyond a step in which nothing waits, at the price at which `num_rebuilt` storages are
+        rebuilt. May be infinite if other prices of the round are known to have less."""
         price = self._prices[num_rebuilt - 1] if num_rebuilt else 0.0
         least = math.inf
         for answers in self._family(num_rebuilt):
@@ -524,14 +530,15 @@ class PolicySearch:
         return least
 
     def _family(self, num_rebuilt: int) -> Iterator[list[Policy]]:
-        """Answers at one price: by how much of the device is left for what is on its way, and by what goes to NVMe."""
+        """Answers at one price, with different parts of the device left for storages that are being copied, and with
+        different storages on NVMe."""
         limits, course = self._course.limits, self._course
         rebuilt = self._rebuildable[:num_rebuilt]
         total = sum(course.sizes)
         ahead = (0, self._largest, limits.window_bytes, limits.ahead_bytes, limits.device_bytes // 2, total)
         rooms = {int(min(max(limits.device_bytes - left, 0), total, limits.kept_bytes)) for left in ahead}
         orders = [self._by_slack[::-1]]
-        if len(course.sizes) <= MAX_POLISHED:  # large ones fit nowhere else, and leave small ones the link
+        if len(course.sizes) <= MAX_POLISHED:  # large ones first: they fit nowhere else, and leave small ones the link
             orders.append(sorted(orders[0], key=lambda index: -course.sizes[index]))
         for room in sorted(rooms, reverse=True):
             for order in orders:
@@ -539,8 +546,8 @@ class PolicySearch:
                 yield from self._between_host_and_nvme(answers, moved)
 
     def _stay(self, rebuilt: Sequence[int], room: int, order: Sequence[int]) -> tuple[list[Policy], list[int]]:
-        """As much as `room` holds stays, in `order`, then what is dearest to rebuild; and what moves, the most slack
-        first."""
+        """Answers with which `room` bytes stay: storages in `order`, then those that are most expensive to rebuild.
+        Also the storages that move, those with the most slack first."""
         sizes, answers = self._course.sizes, [NVME] * len(self._course.sizes)
         for index in rebuilt:
             answers[index] = RECOMPUTE
@@ -552,8 +559,8 @@ class PolicySearch:
         return answers, [index for index in self._by_slack if answers[index] is NVME]
 
     def _between_host_and_nvme(self, answers: list[Policy], moved: Sequence[int]) -> Iterator[list[Policy]]:
-        """Host memory is filled: by what has least slack, or in turn with NVMe, so that both lanes work all the time;
-        or takes only what NVMe cannot."""
+        """Variants of `answers` with some of `moved` in host memory: it is filled with those that have least slack, or
+        in turn with NVMe, so that both lanes work all the time; or it takes only what NVMe cannot."""
         sizes, limits = self._course.sizes, self._course.limits
         host_bytes = limits.offloadable_bytes
         total = sum(sizes[index] for index in moved)
@@ -565,7 +572,7 @@ class PolicySearch:
         yield with_host(answers, [index for index in moved if index not in spilled])
 
     def all_out(self) -> None:
-        """For what fits nowhere else: all that can leave the device does."""
+        """Tries answers with which everything that can leave the device does, for storages that fit in no other way."""
         sizes, limits = self._course.sizes, self._course.limits
         answers = [KEEP] * len(sizes)
         for index in self._rebuildable:
@@ -579,7 +586,8 @@ class PolicySearch:
             self._try(with_host(some, offloaded), max(self._prices, default=0.0))
 
     def polish(self) -> None:
-        """Change one answer or two while that pays; from all that were found, the best first, because they differ."""
+        """Changes one answer or two as long as that helps, starting from every result, the best first, because results
+        differ."""
         course = self._course
         limit = course.num_played + POLISH_STORAGES
         if self.best is None or self.best.extra_seconds == 0.0 or len(course.sizes) > MAX_POLISHED:
@@ -605,7 +613,7 @@ def with_host(answers: Sequence[Policy], indices: Sequence[int]) -> list[Policy]
 
 
 def fitting(indices: Iterable[int], sizes: Sequence[int], room: float) -> list[int]:
-    """Those that fit, in the order given; one that does not is passed over."""
+    """Those of `indices` that fit in `room` together, in the order given; one that does not fit is skipped."""
     found = []
     for index in indices:
         if sizes[index] <= room:
@@ -615,7 +623,8 @@ def fitting(indices: Iterable[int], sizes: Sequence[int], room: float) -> list[i
 
 
 def in_turn(indices: Sequence[int], sizes: Sequence[int], room: int) -> list[int]:
-    """Every so many bytes, so that the part that fits in `room` is spread evenly."""
+    """Those of `indices` that go into `room` bytes, spread evenly over all of them by bytes; then others that still
+    fit."""
     share = room / max(1, sum(sizes[index] for index in indices))
     found, owed = [], 0.0
     for index in indices:
@@ -631,7 +640,7 @@ def in_turn(indices: Sequence[int], sizes: Sequence[int], room: int) -> list[int
 
 
 def neighbours(answers: tuple[Policy, ...], course: StepSimulation) -> Iterator[list[Policy]]:
-    """One answer changed; then two."""
+    """`answers` with one of them changed; then with two."""
     others = [
         [each for each in (KEEP, HOST, NVME, RECOMPUTE) if each is not now and (each is not RECOMPUTE or can_rebuild)]
         for now, can_rebuild in zip(answers, (rebuild is not None for rebuild in course.rebuild), strict=True)

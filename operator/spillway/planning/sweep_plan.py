@@ -1,8 +1,9 @@
 """The plan of a sweep: every member's own plan, what all of them need together, and how they take turns.
 
-On each device one member at a time has its memory, or several on one frozen base (shared_base.py); the others wait with
-their states (masters and moments) on NVMe. So a sweep needs of each device, and of the host for it, what its largest
-member needs, or the largest that are attached together, and of NVMe that and the device's part of all members' states.
+On each device one member at a time has memory, or several with one frozen base (shared_base.py); the others wait with
+their states (masters and moments) on NVMe. So of each device, and of the host for each device, a sweep needs what its
+largest member needs, or the largest members that are attached together. Of NVMe it needs the same, and in addition the
+device's part of the states of all members.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from spillway.units import MIB, format_bytes, format_quantity, format_seconds
 DAY_SECONDS = 86400.0
 
 PARKING_SHARE, REPORTING_SHARE = 0.02, 0.1
-"""Shares of a turn's seconds: parking may take so much, if longer turns help; the same if others wait for the figures
-at the end of a turn, whose predicted seconds are too short for small models."""
+"""Shares of a turn's seconds that parking may take; turns are made longer until it takes no more. The second share
+applies if others wait for the figures at the end of a turn; predicted seconds of a turn are too short for small
+models."""
 TURNS = 5
-"""Turns of a member if nothing says after how many steps its figures are needed."""
+"""Number of turns of a member if the spec does not say after how many steps its figures are needed."""
 SECONDS_PER_TENSOR, SECONDS_PER_PARKED_BYTE = 3e-4, 3e-9
-"""Seconds of a turn on one core: building a model, its memory and hooks, per parameter tensor; copying states out and
-in, with fresh pages and checksums. Measured once, on a busy 2-core machine: 21 to 219 tensors, 0.4 to 545 MiB."""
+"""Seconds of parking per turn on one core: per parameter tensor, for building a model, its memory and hooks; per byte,
+for copying states out and in, with fresh pages and checksums. Measured once, on a busy 2-core machine: 21 to 219
+tensors, 0.4 to 545 MiB."""
 PARKING_BUFFER_BYTES = 4 * MIB
 """Host memory through which states pass to NVMe and back."""
 
@@ -42,8 +45,8 @@ def plan_sweep(
     num_devices: int,
     plan_one: PlanOne,
 ) -> MemoryPlan | Infeasible:
-    """`shape`: of the job's own model where it was inspected. Budget and plan are those of one of `num_devices`.
-    Infeasible, by name, when a member does not fit."""
+    """The plan of a sweep. Budget and plan are those of one of `num_devices`. Infeasible, with the member's name, if a
+    member does not fit. `shape`: the shape of the job's own model, if it was inspected."""
     jobs = {member.name: member_training_job(job, member) for member in job.spec.members}
     shapes = {name: _shape(one, job, shape, node) for name, one in jobs.items()}
     parked = {name: parked_bytes(one.spec, shapes[name]) for name, one in jobs.items()}
@@ -79,17 +82,18 @@ def _sharing(
     num_devices: int,
     plan_one: PlanOne,
 ) -> Iterator[tuple[str, tuple[str, Together]]]:
-    """Of each member that shares its base: the first on it, and how they are attached."""
+    """For each member that shares its base: the first member on that base, and how its members are attached."""
     for first, names in bases({name: one.spec for name, one in jobs.items()}).items():
         of_names = [jobs[name] for name in names]
-        most = ceil(len(names) / num_devices)  # as many on every device
+        most = ceil(len(names) / num_devices)  # spread evenly over the devices
         together = planned_together(of_names, [shapes[name] for name in names], most, reserved, plan_one)
         if together is not None:
             yield from ((name, (first, together)) for name in names)
 
 
 def parked_bytes(spec: TrainingJobSpec, shape: ModelShape) -> int:
-    """Of a parked member: masters and moments of all that is trained, one after the other, in whole blocks."""
+    """Bytes of a parked member: masters and moments of everything that is trained, one after the other, in whole
+    pages."""
     optimizer = spec.training.optimizer
     short_blocks = optimizer.moment_type.scale_bytes * len(optimizer.rule.moments) * shape.num_tensors
     states = ceil(optimizer.rule.states_bytes(True, optimizer.moment_type) * shape.num_trained)
@@ -97,8 +101,9 @@ def parked_bytes(spec: TrainingJobSpec, shape: ModelShape) -> int:
 
 
 def turns(spec: TrainingJobSpec, members: Sequence[MemberPlan], num_devices: int = 1) -> Turns:
-    """Turns end where a member reports: at its evaluations, else at the rounds of halving; and are longer where parking
-    would take more than REPORTING_SHARE of them. Else they are a fifth of the way, and longer from PARKING_SHARE on."""
+    """Turns end when a member reports figures: at its evaluations, else at rounds of successive halving; they are
+    longer if parking would take more than REPORTING_SHARE of them. Members that report nothing get turns of a fifth of
+    their steps, longer if parking would take more than PARKING_SHARE."""
     reports = _reporting_steps(spec)
     wanted = reports or max(1, min(one.num_steps for one in members) // TURNS)
     share = REPORTING_SHARE if reports else PARKING_SHARE
@@ -129,14 +134,14 @@ def turns(spec: TrainingJobSpec, members: Sequence[MemberPlan], num_devices: int
 
 
 def _reporting_steps(spec: TrainingJobSpec) -> int:
-    """0: nothing says after how many steps figures are needed."""
+    """Steps after which a member reports figures; 0: the spec does not say."""
     if spec.data.evaluation is not None:
         return spec.data.evaluation.every_steps
     return (spec.objective.halving or 0) if spec.objective is not None else 0
 
 
 def _parking_seconds(nbytes: int, num_tensors: int, node: NodeSpec) -> float:
-    """States out and in again, into a rebuilt model."""
+    """Seconds of writing states out and reading them in again, into a rebuilt model."""
     disk = nbytes * (1 / node.nvme_write_bytes_per_second + 1 / node.nvme_read_bytes_per_second)
     return disk + nbytes * SECONDS_PER_PARKED_BYTE + num_tensors * SECONDS_PER_TENSOR
 
@@ -147,7 +152,7 @@ def _shape(one: TrainingJob, job: TrainingJob, shape: ModelShape | None, node: N
 
 
 def _envelope(job: TrainingJob, node: NodeSpec, members: Sequence[MemberPlan], how: Turns) -> MemoryPlan:
-    """What the pod and the budgets have to be made for; the rest is the plan of the member that needs most."""
+    """The plan for which the pod and the budgets are made; all else is from the plan of the member that needs most."""
     largest = max(members, key=lambda one: (one.plan.bytes[Tier.DEVICE].total, one.plan.bytes[Tier.HOST].total)).plan
     slowest = max((one.plan.prediction for one in members), key=lambda one: one.step_seconds)
     halves = job.spec.objective is not None and job.spec.objective.halving is not None
@@ -183,14 +188,14 @@ def _with(held: TierBytes, **more: int) -> TierBytes:
 
 
 def _budget(largest: MemoryPlan, parked: int, *, parks: bool) -> dict[Tier, int]:
-    """What it was before parking had its part."""
+    """The budgets before bytes for parking were subtracted."""
     taken = {Tier.HOST: PARKING_BUFFER_BYTES * parks, Tier.NVME: parked}
     return {tier: largest.budget[tier] + taken.get(tier, 0) for tier in Tier}
 
 
 def _prediction(slowest: Prediction, members: Sequence[MemberPlan], how: Turns, node: NodeSpec) -> Prediction:
-    """A step of the slowest member. Writes are those of one device, to its share of the drives: of the member that
-    writes most, and of parking."""
+    """The prediction of a step of the slowest member. Its writes are those of one device to its share of the drives: of
+    the member that writes most, and of parking."""
     share = 1.0 / how.num_devices
     parked = share * sum(one.parked_bytes * (ceil(one.num_steps / how.num_steps) - 1) for one in members)
     most = max((one.plan.prediction for one in members), key=lambda one: one.nvme_written_bytes_per_day)
@@ -239,7 +244,8 @@ def _said_of_base(first: MemberPlan, names: Sequence[str]) -> str:
 def _no_room_to_park(
     job: TrainingJob, node: NodeSpec, parked: Mapping[str, int], budget_bytes: int, part_bytes: int
 ) -> Infeasible:
-    """`budget_bytes` and `part_bytes`: of one device, and of what all have parked."""
+    """The outcome if NVMe cannot hold the parked states. `budget_bytes`: the budget of one device; `part_bytes`: its
+    part of all parked states."""
     needed = sum(parked.values())
     largest = max(parked, key=lambda name: parked[name])
     return Infeasible(
@@ -253,7 +259,7 @@ def _no_room_to_park(
 
 
 def _of_member(found: Infeasible, name: str, reserved: Mapping[Tier, int]) -> Infeasible:
-    """Names the member that does not fit, with the budgets as given."""
+    """`found` with the name of the member that does not fit, and with the budgets as given."""
     budget = {tier: amount + reserved.get(tier, 0) for tier, amount in found.budget.items()}
     parts = (
         f" (in the NVMe budget, {format_bytes(reserved[Tier.NVME])} are for the states of other members)"

@@ -20,11 +20,10 @@ SHARDS: dict[Strategy, tuple[str, ...]] = {
     "Zero3": ("states", "gradients", "parameters"),
     "Fsdp": ("states", "gradients", "parameters"),
 }
-"""What each strategy shards among ranks; with Zero1, too, sums of gradients are added by their owners."""
-RUN_STRATEGY: Strategy = "Ddp"
-"""What a run uses for Auto: other strategies add gradients in another order, and a plan may not change a bit."""
+"""What each strategy shards among ranks. Gradients count as sharded with Zero1, too, because their owners add the
+sums."""
 ZERO_STRATEGIES: frozenset[Strategy] = frozenset({"Zero1", "Zero2", "Zero3"})
-"""Sharded by DeepSpeed."""
+"""Strategies in which DeepSpeed shards the model."""
 DIVIDING_STRATEGIES: frozenset[Strategy] = frozenset({"Fsdp", *ZERO_STRATEGIES})
 """Strategies whose optimizer gets float32 sums over ranks after each micro-batch."""
 STREAMING_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
@@ -32,11 +31,11 @@ STREAMING_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
 LEAN_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
 """Strategies with selective recomputation: every rank has whole parameters from forward to backward."""
 LARGE_STORAGE_BYTES = 2 * 2**20
-"""A huge page: larger storages fit no cache, and have page faults every time."""
+"""One huge page. Larger storages do not fit in caches, and have page faults every time."""
 CACHE_LINE_BYTES = 64
-"""Storages within one piece of host memory start on one."""
+"""Each storage within one piece of host memory begins on a cache line."""
 LOSS_BYTES = CACHE_LINE_BYTES
-"""Scalars that the loss saves: the sum of its labels' weights."""
+"""Bytes of the scalar that the loss saves: the sum of its labels' weights."""
 PAGE_BYTES = 4096
 """Pieces of host memory and NVMe extents are multiples of this."""
 Sizes = tuple[int, ...]
@@ -44,12 +43,13 @@ Sizes = tuple[int, ...]
 NUM_SLOTS = 2
 """Device slots of streamed optimizer states, and of streamed parameters: one is filled while the other is used."""
 NUM_STAGING_BUFFERS = 4
-"""Host buffers of one chunk for gradients being copied down, and as many for parameters being copied up or to NVMe."""
+"""Host buffers, each for the gradients of one chunk that are copied to the host, and as many for updated parameters
+that are copied to the device or to NVMe."""
 NUM_STATE_BUFFERS = 4
-"""Host buffers of one chunk's states on NVMe: one is read, one updated, one written, and one more, so that a small
-chunk between large ones leaves no lane idle."""
+"""Host buffers, each for one chunk's states on NVMe: one is read, one updated, one written, and one more, so that a
+small chunk between large ones leaves no lane idle."""
 PIECE_BYTES = 4 * 2**20
-"""What is spilled from a CPU device passes through so much aligned memory."""
+"""Bytes of the aligned memory through which storages are spilled from a CPU device."""
 NUM_RELOADED_SEGMENTS = 2
 """Spilled segments on the device at once: the one in backward and the one before it."""
 NUM_GATHERED_SEGMENTS = 2
@@ -58,15 +58,17 @@ PARAMETER_UNIT_BYTES = 512
 """Streamed parameters are aligned to this, like allocations of torch's CUDA allocator: cuBLAS chooses kernels by
 alignment."""
 EXCHANGE_PARAMETERS = 2**20
-"""Gradients that ranks exchange at once."""
+"""Number of gradients that ranks on CPUs exchange at once."""
+DEVICE_EXCHANGE_PARAMETERS = 2**24
+"""The same between devices, where each exchange is launched as kernels."""
 ALLOCATOR_BYTES = 192 * 2**20
-"""of torch's CUDA allocator, whatever the plan: two workspaces of 32 MiB that it lends to cuBLAS (one a thread that
-launches products: torch before 2.15 keeps them), and pages of 20 MiB, of each stream and of small and large blocks,
-that are not full. Measured with kernels that do nothing, 60 plans (benchmarks/gpu_plans.py)"""
+"""Bytes that torch's CUDA allocator takes with any plan: two workspaces of 32 MiB that it lends to cuBLAS (one for each
+thread that launches products; torch before 2.15 keeps them), and pages of 20 MiB, for each stream and for small and
+large blocks, that are partly filled. Measured with kernels that do nothing, 60 plans (benchmarks/gpu_plans.py)."""
 
 
 def _without(sizes: list[int], taken: list[int]) -> list[int]:
-    """`sizes` less those of `taken`, each once, in the same order."""
+    """`sizes` without those of `taken`, each removed once, in the same order."""
     left, out = Counter(taken), []
     for size in sizes:
         if left[size]:
@@ -82,43 +84,44 @@ def padded(nbytes: int, unit: int = PAGE_BYTES) -> int:
 
 
 def one_piece(sizes: Iterable[int]) -> int:
-    """Storages of these sizes in one piece of host memory."""
+    """Bytes of one piece of host memory with storages of these sizes."""
     return padded(sum(padded(size, CACHE_LINE_BYTES) for size in sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """One kind of block, bytes of one micro-batch."""
+    """Bytes of one kind of block, for one micro-batch."""
 
     saved: int
     """Saved for backward."""
     rebuilt: int
-    """Of that, rebuilt by backward instead of held; 0 if the plan does not rebuild."""
+    """The part of `saved` that backward rebuilds instead of holding it; 0 if the plan does not rebuild."""
     rebuilding: int
-    """Bytes read and written for that."""
+    """Bytes that backward reads and writes to rebuild it."""
     moved: int
-    """Of the held bytes, those worth moving."""
+    """The part of `held` that is worth moving."""
     moved_host: int
     """The same in host memory: one piece of whole pages."""
     moved_nvme: int
     """The same on NVMe, where every storage takes whole pages."""
     output: int
     new_input: int
-    """Inputs made by the previous segment; small: those that stay on the device, because they are not worth moving."""
+    """Inputs made by the previous segment; `new_small` is the part that is not worth moving, and stays on the
+    device."""
     new_small: int
     passed_input: int
-    """Inputs made by an earlier segment."""
+    """Inputs made by an earlier segment; `passed_small` is the part that stays on the device."""
     passed_small: int
     input_host: int
     """All inputs that are worth moving, in host memory: one piece of whole pages."""
     input_nvme: int
     """The same on NVMe."""
     forward: int
-    """Workspace."""
+    """Workspace of forward, of backward, and (lean) of a forward that saves nothing."""
     backward: int
     lean: int
     flops: float
-    """Of one forward."""
+    """FLOPs of one forward."""
 
     @property
     def held(self) -> int:
@@ -130,7 +133,7 @@ class BlockBytes:
 
     @property
     def input_large(self) -> int:
-        """All that it gets and is worth moving."""
+        """All inputs that are worth moving."""
         return self.new_input - self.new_small + self.passed_large
 
 
@@ -164,22 +167,24 @@ class Workload:
     rule: UpdateRule = UpdateRule.ADAMW
     moments: MomentType = MomentType.FLOAT32
     in_place: bool = False
-    """Whether the device's memory is the host's: CPU updates write parameters directly, and nothing is copied up."""
+    """Whether the device's memory is host memory: the CPU's updates then write parameters directly, and nothing is
+    copied."""
     is_float16: bool = False
-    """Whether weights are float16, which is not half of a master."""
+    """Whether weights are float16, which (unlike bfloat16) is not the upper half of a master."""
     lean: bool = False
-    """Whether blocks that are not recomputed rebuild what their shape says."""
+    """Whether backward rebuilds what the shapes of blocks allow, in blocks that are not recomputed."""
     on_cuda: bool = False
     """Whether device memory comes from torch's CUDA allocator."""
 
     @property
     def splits_masters(self) -> bool:
-        """Of a streamed parameter's master only what its bfloat16 weight does not say crosses the link."""
-        return self.shape.trained_bytes == 2 and not self.is_float16 and not self.in_place
+        """Whether of the master of a parameter in share g only those bits cross the link that its bfloat16 weight
+        lacks."""
+        return self.shape.trained_bytes == 2 and not self.is_float16 and not self.in_place and not self.is_divided
 
     @cached_property
     def tokens(self) -> int:
-        """of one micro-batch"""
+        """Tokens of one micro-batch."""
         return self.micro_batch_size * self.sequence_length
 
     @cached_property
@@ -190,31 +195,43 @@ class Workload:
         return ceil(self.shape.num_trained / self.shards("states"))
 
     @property
+    def is_divided(self) -> bool:
+        """Whether the optimizer gets float32 sums over ranks, of this rank's shard."""
+        return self.strategy in DIVIDING_STRATEGIES and self.world_size > 1
+
+    @property
     def is_cut_by_rows(self) -> bool:
-        """Every parameter by itself, so that the first rank has more where rows are uneven."""
+        """Whether every parameter is sharded by its own rows, so that the first rank has more if rows do not divide
+        evenly."""
         return self.strategy == "Fsdp" and self.world_size > 1
+
+    @property
+    def exchanges_on_device(self) -> bool:
+        """Whether ranks exchange gradients and parameters between CUDA devices, by NCCL."""
+        return self.on_cuda and self.world_size > 1
 
     @property
     def _parameters(self) -> Iterator[ParameterShape]:
         return (one for segment in self.shape.segments for one in segment.parameters)
 
     def most_rows(self, one: ParameterShape) -> int:
-        """Values in the rows of the first rank, which has the most."""
+        """Number of values of `one` in the rows of the first rank, which has the most."""
         return ceil(one.num_rows / self.world_size) * one.row_values
 
     @cached_property
     def rank_accumulated(self) -> int:
-        """Values with an accumulator, sharded by rows."""
+        """Number of this rank's values with an accumulator, if parameters are sharded by rows."""
         return sum(self.most_rows(one) for one in self._parameters if one.is_trained)
 
     @cached_property
     def rank_parameter_bytes(self) -> int:
-        """Cut by rows; a tied alias is gathered from memory of its own."""
+        """Bytes of this rank's parameters, if sharded by rows; a tied alias is gathered from memory of its own."""
         return sum(self.most_rows(one) * one.value_bytes for one in self._parameters)
 
     @cached_property
     def largest_gathered_bytes(self) -> int:
-        """A segment's whole parameters if ranks hold shards; rows that pad the shards are sent, too."""
+        """Bytes of the whole parameters of the largest segment, if ranks hold shards; rows that pad the shards are
+        sent, too."""
         if not self.is_cut_by_rows:
             return self.shape.largest_segment_bytes
         sizes = (sum(self.most_rows(one) * one.value_bytes for one in s.parameters) for s in self.shape.segments)
@@ -222,18 +239,18 @@ class Workload:
 
     @cached_property
     def largest_piece(self) -> int:
-        """Values of one parameter that one rank updates."""
+        """The most values of one parameter that one rank updates."""
         if self.is_cut_by_rows:
             return max(self.most_rows(one) for one in self._parameters if one.is_trained)
         return ceil(self.shape.largest_parameter / self.shards("parameters"))
 
     def shards(self, part: str) -> int:
-        """Ranks that share `part`: parameters, gradients, states."""
+        """Number of ranks that share `part`: parameters, gradients or states."""
         return self.world_size if part in SHARDS[self.strategy] else 1
 
     @cached_property
     def runs(self) -> tuple[BlockRun, ...]:
-        """The blocks, equal neighbours together."""
+        """The blocks, with equal neighbours combined."""
         kinds: dict[tuple[Segment, Sizes, Sizes], BlockBytes] = {}
         found: list[BlockRun] = []
         for index, (before, block) in enumerate(pairwise(self.shape.segments[:-1])):
@@ -247,7 +264,8 @@ class Workload:
         return tuple(found)
 
     def _block_bytes(self, block: Segment, made: Sizes, passed: Sizes) -> BlockBytes:
-        """Of `block`, which gets tensors of these sizes."""
+        """Bytes of `block`, whose inputs have these sizes per token: `made` by the segment before it, or `passed` on by
+        it."""
         sizes = [self.tokens * per_token for per_token in block.saved_bytes]
         rebuilt = self._rebuilt_sizes(block)
         moved = [size for size in _without(sizes, rebuilt) if size >= self.minimum_bytes]
@@ -274,7 +292,7 @@ class Workload:
         )
 
     def _rebuilt_sizes(self, block: Segment) -> list[int]:
-        """Small storages are held."""
+        """Sizes of the storages that backward rebuilds; small ones are held instead."""
         sizes = (self.tokens * per_token for per_token in block.rebuilt_bytes if self.lean)
         return [size for size in sizes if size >= self.minimum_bytes]
 
@@ -289,19 +307,19 @@ class Workload:
 
     @cached_property
     def handed_on_bytes(self) -> tuple[int, ...]:
-        """Of one micro-batch, what each segment hands on and is worth moving."""
+        """Bytes of one micro-batch that each segment hands on and that are worth moving."""
         found = (self._sizes((*one.made_bytes, *one.passed_bytes)) for one in self.shape.segments)
         return tuple(sum(size for size in sizes if size >= self.minimum_bytes) for sizes in found)
 
     @cached_property
     def forward_flops(self) -> float:
-        """of one micro-batch"""
+        """FLOPs of the forward of one micro-batch."""
         return self.tokens * self.shape.forward_flops_per_token(self.sequence_length)
 
     @cached_property
     def forward_order(self) -> tuple[tuple[float, float], ...]:
-        """Of each segment that has trained parameters: the share of all of them up to and with it, and the share of
-        forward's FLOPs before it."""
+        """For each segment with trained parameters: the share of all trained parameters up to and including it, and the
+        share of forward's FLOPs before it."""
         segments, length = self.shape.segments, self.sequence_length
         flops = [segment.forward_flops_per_token(length) for segment in segments]
         trained = [*accumulate(segment.num_trained for segment in segments)]
@@ -314,17 +332,17 @@ class Workload:
 
     @cached_property
     def largest_segment(self) -> int:
-        """values that have accumulators in it"""
+        """The most values with accumulators in one segment."""
         return max(segment.num_accumulated for segment in self.shape.segments)
 
     @cached_property
     def saved_bytes(self) -> int:
-        """of one micro-batch, everything kept"""
+        """Bytes that one micro-batch saves for backward if everything is kept."""
         return self.tokens * self.shape.saved_bytes_per_token()
 
     @cached_property
     def large_saved_bytes(self) -> int:
-        """of those, in storages of at least LARGE_STORAGE_BYTES"""
+        """The part of `saved_bytes` in storages of at least LARGE_STORAGE_BYTES."""
         sizes = (self.tokens * each for segment in self.shape.segments for each in segment.saved_bytes)
         return sum(size for size in sizes if size >= LARGE_STORAGE_BYTES)
 
@@ -337,7 +355,7 @@ class Workload:
         return _units(self)
 
     def alive(self, streaming: Streaming) -> int:
-        """Micro-batches whose activations are held at once."""
+        """Number of micro-batches whose activations are held at once."""
         return self.num_micro_batches if streaming.order == "WeightStationary" else 1
 
     @cached_property
@@ -351,19 +369,19 @@ class Workload:
         return {field: [0, *accumulate(getattr(kind, field) for kind in kinds)] for field in fields}
 
     def sum_of(self, field: str, start: int, end: int) -> int:
-        """Of BlockBytes.`field` over blocks [start, end)."""
+        """The sum of BlockBytes.`field` over blocks [start, end)."""
         return int(self.sums[field][end] - self.sums[field][start])
 
     @cached_property
     def largest_block(self) -> BlockBytes:
-        """The one that moves most."""
+        """The block that moves most."""
         return max((run.block for run in self.runs), key=lambda block: block.moved, default=NO_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How many blocks have each answer. Order in the model: NVMe first (longest until backward needs it), then host,
-    then recompute; the last ones are kept, because backward starts there."""
+    """How many blocks have each policy. Order in the model: NVMe first (longest until backward needs it), then host,
+    then recompute; the last blocks are kept, because backward starts there."""
 
     num_layers: int
     recomputed: int = 0
@@ -392,14 +410,15 @@ class Blocks:
 
     @property
     def answers(self) -> tuple[Policy, ...]:
-        """One a block, in forward order."""
+        """The policy of each block, in forward order."""
         return tuple(answer for answer, start, end in self.pieces for _ in range(start, end))
 
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How many units of the eviction order (below) are not resident, and how they pass through the device. Those that
-    are evicted first, being worth least on the device, lie on NVMe, the others in host memory."""
+    """How many units of the eviction order (below) are not resident, and how they pass through the device. The units
+    that are evicted first, because they are worth least on the device, have homes on NVMe, the others in host
+    memory."""
 
     host: int = 0
     nvme: int = 0
@@ -418,12 +437,12 @@ RESIDENT = Streaming()
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Prefix sums over the eviction order: entry n is of the n units that are evicted first."""
+    """Prefix sums over the eviction order: entry n is for the n units that are evicted first."""
 
     segments: list[tuple[int, ...]]
     """Segments of each unit: one, or all that share parameters and therefore a home."""
     count: list[int]
-    """Segments."""
+    """Number of segments."""
     own: list[int]
     """Bytes of parameters that leave the device."""
     trained: list[int]
@@ -431,11 +450,11 @@ class Units:
     host: list[int]
     """Bytes of homes in host memory."""
     nvme: list[int]
-    """Most bytes of homes on NVMe: every chunk of every parameter takes whole pages."""
+    """The most bytes of homes on NVMe: every chunk of every parameter takes whole pages."""
     loaded: list[int]
-    """Bytes of one load of each, including aliases."""
+    """Bytes of loading each unit once, including aliases."""
     returning: list[int]
-    """Of those, what backward needs again; not an embedding, whose gradient needs only the indices."""
+    """The part of `loaded` that backward needs again; not an embedding, whose gradient needs only the indices."""
     largest: list[int]
     """Bytes of the largest slot."""
     largest_nvme: list[int]
@@ -443,11 +462,12 @@ class Units:
 
 
 def eviction_order(shape: ModelShape) -> list[tuple[int, ...]]:
-    """Units of segments by what a resident byte of them saves, least first: a knapsack by saved seconds per byte.
+    """Units of segments in the order in which they are evicted: those first for which a resident byte saves least, as
+    in a knapsack by saved seconds per byte.
 
-    A byte that is not resident is loaded in every pass, so all are worth the same but for: tied parameters, loaded once
-    for each use; embedding and head, which set the size of the slots and whose loads nothing precedes or follows;
-    late blocks, which backward needs again before anything else. Segments without parameters are not listed.
+    A byte that is not resident is loaded in every pass, so all are worth the same, with three exceptions: tied
+    parameters are loaded once for each use; embedding and head set the size of the slots, and no computation hides
+    their loads; late blocks are needed by backward before anything else. Segments without parameters are not listed.
     """
     members = {index: {index} for index, segment in enumerate(shape.segments) if segment.num_tensors}
     for alias, owner in shape.tied:
@@ -499,14 +519,15 @@ def _units(work: Workload) -> Units:
 
 
 def home_bytes(segment: Segment) -> int:
-    """Of one segment in host memory, and in a slot before its aliases: each parameter is padded to its unit."""
+    """Bytes of one segment's home in host memory, or of its own parameters in a slot, each padded to
+    PARAMETER_UNIT_BYTES."""
     return padded(segment.parameter_bytes + PARAMETER_UNIT_BYTES * segment.num_tensors) if segment.num_parameters else 0
 
 
 def chunk_parameters(work: Workload) -> int:
-    """A power of two near 1/64 of the parameters, between 64 Ki and 4 Mi (16 MiB of float32), or 32 Mi on a device
-    apart: the host needs as long for an operation there as the link for several MiB. Large ones are no more than 1/64,
-    for a plan counts a chunk beyond a path's share."""
+    """Parameters per chunk: a power of two near 1/64 of the parameters, between 64 Ki and 4 Mi (16 MiB of float32). On
+    a separate device up to 32 Mi, because the host needs as long for an operation there as the link for several MiB.
+    Chunks above 4 Mi are at most 1/64, because a plan counts one chunk more than a path's share."""
     near = 1 << (work.rank_parameters // 64).bit_length()
     most = 1 << 22 if work.in_place else min(max(near >> 1, 1 << 22), 1 << 25)
     return min(max(near, 1 << 16), most)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from spillway.api.job_file import JobFile
 from spillway.api.profiles import NodeProfileSpec
-from spillway.errors import ExitCode, Preempted, SpillIOError, SpillVolumeFull, UserError
+from spillway.errors import ExitCode, SpillIOError, SpillVolumeFull, UserError
 from spillway.extras import need
 from spillway.feedback.calibration import (
     Correction,
@@ -69,7 +69,7 @@ class CalibrateOptions:
     """The command line of `spillway calibrate`."""
 
     output: Path | None
-    """None = the file that plans for this machine read."""
+    """None = the file from which plans for this machine take their rates."""
     directory: Path
     """Where to put the spill file."""
     quick: bool
@@ -184,10 +184,7 @@ def run_probe(directory: Path, cores: int, quick: bool, device: DeviceKind) -> d
         *(["--quick"] if quick else []),
     ]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        try:
-            result, exit_code = followed(command, errors)
-        except KeyboardInterrupt:
-            raise Preempted("calibration was stopped; no profile was written") from None
+        result, exit_code = followed(command, errors)
         errors.seek(0)
         return outcome(result, exit_code, errors.read())
 
@@ -371,7 +368,7 @@ class RunEvidence:
 
 
 def from_runs(read: Sequence[RunEvidence], target: Path, cores: int, node: NodeSpec) -> Found:
-    """Corrects by the runs the machine's profile (--output, if it exists), else the catalog's rates."""
+    """Corrects, from the runs, the machine's profile (--output, if it exists) or else the catalog's rates."""
     device = node.device_kind
     if any(run.device != device for run in read):
         raise UserError("--from: some runs used a GPU and some the CPU; pass runs of one kind at a time")
@@ -420,7 +417,7 @@ def correction_document(one: Correction) -> dict[str, object]:
 
 
 def read_evidence(path: Path, cores: int) -> RunEvidence:
-    """What the run measured. Raises UserError when it says nothing about this machine."""
+    """What the run measured. Raises UserError if its measurements do not apply to this machine."""
     run = existing_run(path)
     job, (plan, measured_steps) = read_job_file(run.job_file), measured_under(run, read_run_log(run.log))
     if job is None:

@@ -219,7 +219,7 @@ def condition(job: Object, type_: str) -> Mapping[str, Any] | None:
 
 
 def state_of(pod: Object) -> str:
-    """Why the pod does not run; else its phase."""
+    """Why the pod does not run or, if that is not known, its phase."""
     for one in value_at(pod, "status.containerStatuses") or ():
         waiting = value_at(one, "state.waiting")
         if waiting:

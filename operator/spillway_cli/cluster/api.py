@@ -260,7 +260,7 @@ def jobs_path(namespace: str | None, name: str = "") -> str:
 
 
 def segment(kind: str, name: str) -> str:
-    """`name` as one part of a path. Raises UserError for what is not a name: the API server unescapes slashes."""
+    """`name` as one part of a path. Raises UserError if it is not a name, because the API server unescapes slashes."""
     if name in ("", ".", "..") or "/" in name or "%" in name:
         raise UserError(f"{kind} {name!r}: not a valid name; a name must not be empty, '.' or '..', or contain / or %")
     return quote(name, safe="")

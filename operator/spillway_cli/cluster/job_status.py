@@ -19,7 +19,7 @@ CRASHED = 1
 """Exit code for a job whose reason has no code of its own."""
 CODES = {code.reason: code for code in ExitCode}
 QUIET_WHEN_FALSE = ("Suspended", "Complete", "Failed", "Stalled", "Reconciling", "Ready")
-"""Conditions whose False is normal, or repeats the others."""
+"""Conditions for which False is normal, or only repeats what other conditions say."""
 BAD_WHEN_TRUE = ("Suspended", "Failed")
 BAD_WHEN_UNKNOWN = {"Progressing": ("NoReport",)}
 """Type -> reasons that matter; other Unknown conditions are normal at every start."""
@@ -95,7 +95,7 @@ def newest_first(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 
 def event_time(event: Mapping[str, Any]) -> str:
-    """When it last happened, in either version of the events API."""
+    """When the event last happened, in either version of the events API."""
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
     created = (event.get("metadata") or {}).get("creationTimestamp")

@@ -32,7 +32,7 @@ NOT_FOUND = 404
 POLL_SECONDS = 1.0
 Answer = TypeVar("Answer")
 STAMP = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-"""RFC 3339."""
+"""A time stamp as in RFC 3339."""
 LAST_TRIES = 5
 """Tries to read the log of an ended pod; its node may be gone."""
 IDLE_SECONDS = 60.0

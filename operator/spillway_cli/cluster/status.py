@@ -166,7 +166,7 @@ def progress(job: Object) -> list[RenderableType]:
         return []
     step, steps = found.get("step", 0), found["steps"]
     words = [f"step {step}/{steps}", found.get("display", "")]
-    speed = "" if found.get("tokensPerSecond") == "0" else found.get("tokensPerSecond")  # an older operator's
+    speed = "" if found.get("tokensPerSecond") == "0" else found.get("tokensPerSecond")  # an older operator writes "0"
     shown = {"loss": found.get("loss"), "eta": found.get("eta") if speed or step == steps else ""}
     words += [f"{label} {value}" for label, value in shown.items() if value]
     words += [f"{speed} tok/s"] if speed else []

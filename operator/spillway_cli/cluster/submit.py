@@ -63,7 +63,7 @@ def submit(options: SubmitOptions) -> int:
 
 
 def refuse_what_no_cluster_does(job: TrainingJob | ScriptJob, source: str) -> None:
-    """Raises InvalidJob, with the operator's own messages, for what the operator would reject."""
+    """Raises InvalidJob, with the operator's own messages, if the operator would reject the job."""
     refused = refusal(job) if job.spec.managed_by == MANAGER else None
     if refused is not None:
         raise InvalidJob(source, refused.problems)
@@ -78,7 +78,7 @@ def namespace_of(job: TrainingJob | ScriptJob, asked: str | None, cluster: Clust
 
 
 def manifest(job: TrainingJob | ScriptJob, namespace: str) -> Object:
-    """Only what the user wrote: the API server fills in the defaults of its own version."""
+    """The object to create, with only what the user wrote: the API server fills in the defaults of its own version."""
     content: Object = job.model_dump(mode="json", exclude_unset=True)
     content["metadata"]["namespace"] = namespace
     return content

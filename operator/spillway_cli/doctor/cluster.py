@@ -23,7 +23,7 @@ from .findings import STALE_DAYS, Diagnosis, Missing, Severity, days_since
 OK, NOTE, WARNING, ERROR = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.ERROR
 Object = Mapping[str, Any]
 LEAST_MINOR = 31
-"""Lowest Kubernetes 1.x, for selectable fields of custom resources; the chart requires it, too."""
+"""Lowest minor version of Kubernetes 1.x that has selectable fields of custom resources. The chart also requires it."""
 ENFORCE = "pod-security.kubernetes.io/enforce"
 MOST_NAMED = 5
 HELM = "helm upgrade --install spillway charts/spillway (docs/install.md)"
@@ -333,7 +333,7 @@ def stuck_jobs(facts: ClusterFacts) -> Iterator[Diagnosis]:
     troubled = 0
     for job in facts.jobs:
         name = f"{job['metadata'].get('namespace', '')}/{job['metadata']['name']}"
-        for one in that_matter(job):
+        for one in () if has_ended(job) else that_matter(job):
             reason = str(one.get("reason"))
             if reason in FIXES:
                 troubled += 1

@@ -48,9 +48,9 @@ class Missing:
 
     why: str
     is_forbidden: bool = False
-    """The user may not see it."""
+    """Whether the user may not see it."""
     is_absent: bool = False
-    """It does not exist."""
+    """Whether it does not exist."""
 
 
 def num_errors(findings: Iterable[Diagnosis]) -> int:

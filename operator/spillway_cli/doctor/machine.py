@@ -52,7 +52,7 @@ class Disk:
     direct: bool
     """Whether O_DIRECT works."""
     is_named: bool = True
-    """Given by --directory; else it is the current one, which may not be meant for spilling."""
+    """Whether it was given by --directory; else it is the current one, which may not be meant for spilling."""
     problem: str = ""
     """Why it is not writable; empty = it is."""
 
@@ -61,9 +61,9 @@ class Disk:
 class MachineMemory:
     total_bytes: int
     available_bytes: int
-    """For this process now, within its limits."""
+    """Bytes available to this process now, within its limits."""
     is_limited: bool
-    """A cgroup limits it to less than the machine has free."""
+    """Whether a cgroup limits the process to less than the machine has free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Profile:
     exists: bool
     measured_time: str = ""
     problem: str = ""
-    """Why plans do not use it."""
+    """Why plans do not use the profile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ class Gpus:
     found: tuple[Gpu, ...] = ()
     driver: str = ""
     torch_cuda: str | None = None
-    """See the function of that name."""
+    """CUDA version that torch is built for, as `torch_cuda` returns it."""
     problem: str = ""
-    """Why a run can use none; empty = it can."""
+    """Why a run can use no GPU; empty = it can."""
     fix: str = ""
 
     @property
@@ -37,7 +37,7 @@ class Gpus:
         return f"{self.found[0].name}, {format_bytes(self.found[0].free_bytes)} free" if self.found else ""
 
     def lacking(self, num_ranks: int) -> str:
-        """Why so many ranks cannot run here; empty = they can."""
+        """Why `num_ranks` ranks cannot run here; empty = they can."""
         if self.problem or len(self.found) >= num_ranks:
             return self.problem
         return f"{num_ranks} ranks need a GPU each, but there are {len(self.found)}"

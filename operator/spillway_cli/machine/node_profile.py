@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from spillway.api.load import SET_BY_THE_SERVER
 from spillway.api.manifest import parse, read_text
 from spillway.api.profiles import NodeProfileSpec
 from spillway.errors import UserError
@@ -24,13 +25,7 @@ from ..record.directory import write_atomic
 
 FILE_NAMES = {"Cpu": "node-profile.yaml", "Cuda": "node-profile-cuda.yaml"}
 """Measured device kind -> file name."""
-SERVER_FIELDS: tuple[tuple[str, ...], ...] = (
-    ("status",),
-    *(
-        ("metadata", field)
-        for field in ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "labels")
-    ),
-)
+SERVER_FIELDS = (*SET_BY_THE_SERVER, ("metadata", "labels"))
 """Fields set by the API server, ignored so that the output of `kubectl get nprof -o yaml` can be read."""
 
 

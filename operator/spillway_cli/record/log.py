@@ -46,7 +46,7 @@ class Start:
     steps: int = 0
     """Steps to train, all attempts together; 0: unknown, as in a sweep."""
     sequences: int = 0
-    """That an epoch trains on; 0: unknown."""
+    """Sequences that an epoch trains on; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class SweepEvent:
     members: Mapping[str, int]
     """Name -> steps that it trains unless successive halving stops it, in the job's order."""
     metric: str
-    """EvaluationLoss or Loss: by which members are compared."""
+    """The metric by which members are compared: EvaluationLoss or Loss."""
     halving: int = 0
     """Steps of a member at the first halving round; 0 = no rounds."""
 
@@ -142,12 +142,13 @@ class MemberEvent:
     reason: str
     """Why it was stopped, or failed."""
     device: int = 0
-    """On which its turn began."""
+    """Device on which its turn began."""
 
 
 @dataclass(slots=True)
 class MemberTurn:
-    """A member on a device, from `begin` to `end`, Unix times; None: it has not ended, or its process was killed."""
+    """A member's turn on a device, from `begin` to `end` (Unix times). `end` is None if the turn has not ended, or if
+    its process was killed."""
 
     member: str
     device: int
@@ -170,7 +171,7 @@ class SweepStep:
 
     time: float
     metrics: StepMetrics
-    """Those of the last step."""
+    """Metrics of the last step."""
     made: int
     """Steps made by all members."""
     planned: int
@@ -201,7 +202,7 @@ class RunLog:
     ends: list[End] = field(default_factory=list)
     last_step_of_epoch: dict[int, int] = field(default_factory=dict)
     sweep: SweepEvent | None = None
-    """That of the newest attempt; None = not a sweep."""
+    """The event of the newest attempt; None = not a sweep."""
     members: dict[str, MemberEvent] = field(default_factory=dict)
     """The newest event of each member."""
     turns: list[MemberTurn] = field(default_factory=list)
@@ -213,7 +214,8 @@ class RunLog:
         return [self.steps[step] for step in sorted(self.steps)]
 
     def steps_planned(self, training: Training) -> int:
-        """Of a run that is no sweep; 0: it trains by epochs, and no attempt has counted them yet."""
+        """Steps that a single run (no sweep) trains; 0 if it trains by epochs and no attempt has counted the sequences
+        yet."""
         known = self.starts[-1].sequences if self.starts else 0
         return training.in_steps(known).num_steps if known or training.steps else 0
 
@@ -267,7 +269,7 @@ class RunLog:
             last = next(turn for turn in reversed(self.turns) if turn.member == event.member)
             if last.end is None and (
                 not self.starts or self.starts[-1].time <= last.begin
-            ):  # else an earlier attempt's, which was killed
+            ):  # else the turn is an earlier attempt's, which was killed
                 last.end = event.time
 
     def _event(self, fields: dict[str, Any]) -> Event | None:
@@ -331,7 +333,7 @@ READERS: dict[str, Callable[[float, int, dict[str, Any]], Event]] = {
         int(fields["step"]),
         int(fields["bytes"]),
         float(fields["seconds"]),
-        float(fields.get("stalled_seconds", fields["seconds"])),  # before checkpoints were written behind
+        float(fields.get("stalled_seconds", fields["seconds"])),  # older versions stopped training for the whole write
     ),
     "checkpoint_missed": lambda time, _, fields: MissedCheckpoint(time, int(fields["step"]), str(fields["problem"])),
     "sweep": sweep,

@@ -1,4 +1,4 @@
-"""What the members of a sweep have of their own, as commands show it. Pure.
+"""The values in which members of a sweep differ from their job, as commands show them. Pure.
 
 member -> its values by field below spec (Member.changes) -> a table with a column for each field
 """
@@ -29,7 +29,7 @@ def values_of(members: Sequence[Member]) -> Values:
 
 
 def values_in(spec: Mapping[str, Any]) -> Values:
-    """Those of a spec that is not validated."""
+    """The members' own values in a spec that is not validated."""
     return {
         str(one.get("name", "")): dict(leaves({name: one.get(name) or {} for name in SECTIONS}))
         for one in members_in(spec)
@@ -37,7 +37,7 @@ def values_in(spec: Mapping[str, Any]) -> Values:
 
 
 def fields_of(values: Values) -> dict[str, str]:
-    """Field -> heading: its last name, or all of it where two fields end in the same one."""
+    """Field -> heading: the last name of the field's path, or the whole path if two fields end in the same name."""
     fields = dict.fromkeys(field for own in values.values() for field in own)
     last = {field: field.rpartition(".")[2] for field in fields}
     counts = Counter(last.values())
@@ -53,7 +53,7 @@ def value_text(value: object) -> str:
 
 
 def values_table(values: Values) -> Table:
-    """A row for each member, a column for each field in which one differs."""
+    """A row for each member, and a column for each field that a member changes."""
     fields = fields_of(values)
     made = table("member", *map(printable, fields.values()))
     for name, own in values.items():
@@ -68,5 +68,5 @@ def values_sentence(values: Values, name: str) -> str:
 
 
 def values_json(values: Values) -> dict[str, object]:
-    """`memberValues` of a JSON document; empty unless members have any."""
+    """`memberValues` of a JSON document; empty unless members have values of their own."""
     return {"memberValues": values} if any(values.values()) else {}

@@ -90,8 +90,8 @@ def second_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Comparis
 
 
 def link_rows(steps: Sequence[StepMetrics], plan: MemoryPlan) -> list[Comparison]:
-    """Links whose bytes are measured; those of DRAM are not. `cpu` is what the CPU's work on gradients and states
-    touches; plans predict it as part of DRAM."""
+    """Rows of links whose bytes are measured; bytes of DRAM are not. The link `cpu` stands for the bytes that the CPU's
+    work on gradients and states touches; plans predict them as part of DRAM."""
     planned, rows = plan.prediction.link_bytes, []
     for link in sorted({link for step in steps for link in step.moved_bytes}):
         seen = median([float(step.moved_bytes.get(link, 0)) for step in steps])

@@ -27,6 +27,8 @@ class TierUse:
     planned_bytes: int
     peak_bytes: int
     """Maximum over the steps made under the plan."""
+    uncounted: str = ""
+    """What `peak_bytes` lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class RunSummary:
     final_loss: float | None
     """None before the first step, NaN if not finite."""
     evaluation_loss: float | None
-    """Of the last evaluation."""
+    """Loss of the last evaluation."""
     lowest_evaluation: tuple[int, float] | None
     """Step and loss; None without evaluations, and for sweeps."""
     tokens_per_second: float
@@ -95,7 +97,7 @@ class RunSummary:
 
 
 def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[StepEvent]) -> RunSummary:
-    """`measured`: the steps that were made under `plan` (report.command.measured_under)."""
+    """The main figures of a run. `measured`: the steps that were made under `plan` (report.command.measured_under)."""
     steps = log.curve
     events: list[Event] = [*log.starts, *steps, *log.checkpoints, *log.ends]
     times = [event.time for event in events]
@@ -121,7 +123,7 @@ def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[StepEvent]) -> R
 
 
 def order(evaluation: tuple[int, float]) -> tuple[float, int]:
-    """The lowest loss first, of equal ones the earliest, NaN last."""
+    """A sort key: the lowest loss first, of equal losses the earliest, NaN last."""
     step, loss = evaluation
     return (math.inf if math.isnan(loss) else loss), step
 
@@ -137,7 +139,8 @@ def attempt_spans(starts: Sequence[float], times: Sequence[float]) -> list[tuple
 def tier_use(tier: Tier, steps: Sequence[StepEvent], plan: MemoryPlan) -> TierUse:
     planned = plan.bytes[tier].total if tier in plan.bytes else 0
     peak = max((step.metrics.tier_peak_bytes.get(tier.value, 0) for step in steps), default=0)
-    return TierUse(tier, plan.budget.get(tier, 0), planned, peak)
+    hookless = tier is Tier.DEVICE and plan.mode == "Disabled" and plan.device == "Cpu"
+    return TierUse(tier, plan.budget.get(tier, 0), planned, peak, "saved activations" if hookless else "")
 
 
 def median(values: Sequence[float]) -> float:

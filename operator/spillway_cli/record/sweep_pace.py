@@ -23,7 +23,7 @@ class SweepPace:
     since: float
     """Unix time at which the attempt began; earlier steps are ignored."""
     _began: float | None = None
-    """Begin of the first step: tokenizing before it happens only once."""
+    """Time at which the first step began. Tokenizing happens only once, before that time, so it is not included."""
     _last: float = 0.0
     _in_steps_seconds: float = 0.0
 
@@ -39,8 +39,8 @@ class SweepPace:
 
     def left_seconds(self, members: Sequence[MemberView], logs: Mapping[str, RunLog], halving: int) -> float | None:
         """Seconds until all members have ended; None before the first step. Each member has the pace of its own latest
-        steps (one without steps, the mean of the others). The total is scaled by the overhead so far: evaluations,
-        checkpoints, changes of turn."""
+        steps; a member without steps has the mean pace of the others. The total is scaled by the overhead so far:
+        evaluations, checkpoints, changes of turn."""
         paces = {name: _pace(own) for name, own in logs.items() if own.steps}
         if self._began is None or not self._in_steps_seconds or not paces:
             return None
@@ -52,12 +52,12 @@ class SweepPace:
 
 
 def _pace(log: RunLog) -> float:
-    """Seconds per step."""
+    """Mean seconds of the latest steps."""
     return fmean(step.metrics.step_seconds for step in islice(reversed(log.steps.values()), WINDOW_STEPS))
 
 
 def left_seconds(log: RunLog, logs: Mapping[str, RunLog], members: Sequence[MemberView]) -> float | None:
-    """As `SweepPace.left_seconds`, from whole logs; None unless the run is a sweep."""
+    """Like `SweepPace.left_seconds`, but from whole logs; None unless the run is a sweep."""
     if log.sweep is None:
         return None
     pace = SweepPace(log.sweep.time)

@@ -39,7 +39,7 @@ class MemberView:
     """Why it was stopped, or failed."""
     is_best: bool = False
     device: int | None = None
-    """On which it trains now, of several."""
+    """Device on which it trains now, if the sweep uses several."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -91,7 +91,7 @@ def several_devices(log: RunLog) -> bool:
 
 
 def steps_made(members: Sequence[MemberView]) -> tuple[int, int]:
-    """Steps made by all members, and at their end (spillway.api.progress.steps_of)."""
+    """Steps that all members have made, and will have made at their end (spillway.api.progress.steps_of)."""
     return steps_of(map(progress_of, members))
 
 

@@ -213,7 +213,7 @@ def axes(frame: ChartFrame, unit: str, across: str = "step") -> str:
 
 
 def axis_below(frame: ChartFrame, across: str, *, whole: bool) -> str:
-    """`whole`: only whole numbers."""
+    """The horizontal axis with its labels. `whole`: only whole numbers are labelled."""
     rows = []
     for step in ticks(frame.first, frame.last, 6):
         if not whole or step == int(step):

@@ -78,7 +78,7 @@ def read_record(run: RunDirectory, trains: bool = False) -> RunRecord:
 
 
 def read_values(job_file: Path) -> Values:
-    """What the members have of their own; empty where job.json is missing or of another version."""
+    """The members' own values; empty if job.json is missing or of another version."""
     try:
         return values_of(JobFile.model_validate_json(job_file.read_text(encoding="utf-8")).spec.members)
     except (OSError, ValueError):

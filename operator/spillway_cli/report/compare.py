@@ -1,4 +1,5 @@
-"""`spillway compare RUN RUN ...`: what the runs were told, what became of them, and whether they have the same bits."""
+"""`spillway compare RUN RUN ...`: compares the jobs and results of runs, and says whether they are equal bit for
+bit."""
 
 from __future__ import annotations
 
@@ -25,19 +26,19 @@ NOT_SET = "-"
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One run."""
+    """One of the compared runs."""
 
     name: str
     """Its directory, as given."""
     record: RunRecord
     summary: RunSummary
     told: Mapping[str, str]
-    """Its spec, by path: training.optimizer.learningRate."""
+    """Values of its spec by path, such as training.optimizer.learningRate."""
 
 
 def compare(paths: Sequence[Path], file: Path | None, output: Format) -> int:
-    """Prints the comparison, and writes it with its curves to `file`. Raises UserError for what is no run, a sweep,
-    and fewer than two or more than MOST_RUNS runs."""
+    """Prints the comparison, and writes it with its curves to `file`. Raises UserError for a path that is not a run,
+    for a sweep, and for fewer than two or more than MOST_RUNS runs."""
     if not 2 <= len(paths) <= MOST_RUNS:
         raise UserError(f"command line: {counted(len(paths), 'run')} given; name 2 to {MOST_RUNS} runs")
     runs = [_read(path) for path in paths]
@@ -82,7 +83,7 @@ def _read(path: Path) -> Compared:
 
 
 def differences(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
-    """Fields of the spec in which they differ, with each run's value."""
+    """Fields of the spec in which the runs differ, with each run's value."""
     paths = dict.fromkeys(path for run in runs for path in run.told)
     rows = [(path, [run.told.get(path, NOT_SET) for run in runs]) for path in paths]
     return [(path, values) for path, values in rows if len(set(values)) > 1]
@@ -113,7 +114,7 @@ def figures(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
 
 
 def num_same(runs: Sequence[Compared]) -> int:
-    """Steps from the first on with the same loss and gradient norm in all runs, bit for bit."""
+    """Number of steps, from the first on, whose loss and gradient norm are equal bit for bit in all runs."""
     curves = [
         {step.metrics.step: (step.metrics.loss, step.metrics.gradient_norm) for step in run.record.log.curve}
         for run in runs

@@ -54,7 +54,7 @@ class RunRecord:
     member_logs: Mapping[str, RunLog] = field(default_factory=dict)
     """The logs of a sweep's members."""
     values: Values = field(default_factory=dict)
-    """What a sweep's members have of their own."""
+    """The own values of a sweep's members."""
     trains: bool = False
     """Whether a run is active in the directory."""
 
@@ -149,7 +149,8 @@ def tiles(run: RunRecord, summary: RunSummary) -> str:
     ]
     if device is not None and summary.num_steps:
         budget = f"budget {format_bytes(device.budget_bytes)}" if device.budget_bytes else "no budget"
-        shown.append(("device peak", format_bytes(device.peak_bytes), budget))
+        uncounted = f"without {device.uncounted}, " if device.uncounted else ""
+        shown.append(("device peak", format_bytes(device.peak_bytes), f"{uncounted}{budget}"))
     shown.append(("restarts", str(summary.num_restarts), "each from the last checkpoint"))
     return tiles_of(shown)
 
@@ -196,7 +197,7 @@ def figures_of(member: MemberView) -> str:
 
 
 def about(best: MemberView, values: Values) -> str:
-    """Its figures, and what it has of its own."""
+    """The figures of the best member, and its own values."""
     return "; ".join(filter(None, (figures_of(best), values_sentence(values, best.name))))
 
 
@@ -234,7 +235,7 @@ def members_section(members: Sequence[MemberView], values: Values = NO_VALUES) -
 
 
 def devices_sections(run: RunRecord) -> list[str]:
-    """Which member each device trained when, in the newest attempt; none before the first turn."""
+    """A section that shows when each device trained which member in the newest attempt; none before the first turn."""
     began = run.log.starts[-1].time if run.log.starts else 0.0
     turns = [turn for turn in run.log.turns if turn.begin >= began]
     if not turns:
@@ -255,13 +256,13 @@ def devices_sections(run: RunRecord) -> list[str]:
 
 
 def busy_share(spans: Sequence[Span], num_devices: int, seconds: float) -> float:
-    """Of `seconds` of all devices, those in which they had a turn."""
+    """Share of the devices' time, `seconds` for each, in which they had a turn."""
     busy = sum(busy_seconds([span for span in spans if span.row == row]) for row in range(num_devices))
     return busy / max(1e-9, num_devices * seconds)
 
 
 def busy_seconds(spans: Sequence[Span]) -> float:
-    """Of one device, whose turns overlap where members share a base."""
+    """Seconds in which one device had a turn. Its turns overlap if members share a base; such time counts once."""
     seconds, until = 0.0, 0.0
     for span in sorted(spans, key=lambda span: span.begin):
         seconds += max(0.0, span.end - max(span.begin, until))

@@ -36,7 +36,7 @@ from ..record.sweep_view import MemberView, best_of, joined, members_json, membe
 from ..report.command import read_record, write_report
 from ..report.page import RunRecord
 from . import local_run
-from .ladder import LocalLadder, earlier_failures, first_plan, trained_on
+from .ladder import LocalLadder, earlier_failures, first_plan, trained_with
 from .local_run import LocalJob
 from .model_inspection import inspected_shape
 from .plan import BudgetOverrides, decided_for_this_machine, local_devices, with_budget
@@ -76,7 +76,7 @@ def run(options: RunOptions) -> int:
     fetch_all(job.spec, claims, console.print)
     shape = inspected_shape(options.job, job, claims)
     own = partial(own_profile, usable_cores(Path("/")), given=options.node)
-    first, *_ = local_devices(job.spec, find_gpus(), options.num_ranks, trained_on(RunDirectory(options.output)))
+    first, *_ = local_devices(job.spec, find_gpus(), options.num_ranks, trained_with(RunDirectory(options.output)))
     own(first[0])  # rejects an unusable profile before anything is written
     is_new = not options.output.exists()
     directory = create_run_directory(options.output)
@@ -114,7 +114,7 @@ def run_in(
             console.print(f"{directory.path}: already complete, {done}")
             return finish(directory, job, [], options.format)
         resources = probe(spill[0], further=spill[1:])
-        num_ranks, before = options.num_ranks, trained_on(directory)
+        num_ranks, before = options.num_ranks, trained_with(directory)
 
         def planned(asked: TrainingJob, corrections: Corrections) -> MemoryPlan | Infeasible:
             return decided_for_this_machine(asked, resources, num_ranks, shape, own, corrections, before)
@@ -268,7 +268,8 @@ def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int) -> 
         if use.planned_bytes or use.peak_bytes:
             budget = f", budget {format_bytes(use.budget_bytes)}" if use.budget_bytes else ""
             planned = f"planned {format_bytes(use.planned_bytes)}{budget}"
-            shown.add_row(f"{use.tier} peak", f"{format_bytes(use.peak_bytes)} ({planned})")
+            uncounted = f" without {use.uncounted}" if use.uncounted else ""
+            shown.add_row(f"{use.tier} peak", f"{format_bytes(use.peak_bytes)}{uncounted} ({planned})")
     if summary.num_allocator_retries:
         shown.add_row("allocator retries", f"{summary.num_allocator_retries}: the device was short of memory")
     resumes = f", and {summary.num_resumes} resumed" if summary.num_resumes else ""

@@ -19,7 +19,7 @@ from spillway.feedback.ladder import (
     tries_are_used_up,
 )
 from spillway.feedback.retries import MEMORY_ERRORS
-from spillway.plan import DeviceKind, Infeasible, MemoryPlan
+from spillway.plan import Infeasible, MemoryPlan
 from spillway.planning.corrections import Corrections
 from spillway.planning.explain import lacking
 from spillway.planning.pod_resources import pod_resources
@@ -52,11 +52,10 @@ def earlier_failures(run: RunDirectory, job: TrainingJob, num_ranks: int) -> tup
     return tuple(found)
 
 
-def trained_on(run: RunDirectory) -> DeviceKind | None:
-    """The device kind of the last attempt; None before the first step."""
+def trained_with(run: RunDirectory) -> MemoryPlan | None:
+    """The plan of the last attempt; None before the first step."""
     epochs = epochs_of(run.attempts) if steps_trained(run, read_run_log(run.log)) else []
-    plan = plan_of_attempt(run, epochs[-1]) if epochs else None
-    return None if plan is None else plan.device
+    return plan_of_attempt(run, epochs[-1]) if epochs else None
 
 
 def _failure(job: TrainingJob, plan: MemoryPlan, num_ranks: int, ended: Attempt) -> MemoryFailure:

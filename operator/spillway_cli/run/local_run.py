@@ -216,7 +216,7 @@ def forget_text(run: RunDirectory) -> None:
     """Deletes the directory's token corpora, on which no step was trained, and the plans of attempts: the text and the
     model may have changed."""
     for index in (*run.path.glob("corpus/index.json"), *run.path.glob("corpus-*/index.json")):
-        if (index.parent / "tokenizer.json").is_file():  # or it is the user's own folder
+        if (index.parent / "tokenizer.json").is_file():  # else it is the user's own folder
             shutil.rmtree(index.parent, ignore_errors=True)
     for plan in run.attempts.glob("attempt-*/plan.json"):
         plan.unlink(missing_ok=True)

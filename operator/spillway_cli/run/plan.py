@@ -11,11 +11,12 @@ from spillway.errors import DoesNotFit, UserError
 from spillway.feedback.profiles import with_rates
 from spillway.placement.device_choice import because, devices, on_device
 from spillway.plan import DeviceKind, Infeasible, MemoryPlan, Tier
+from spillway.planning.candidates import run_strategies
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
 from spillway.planning.explain import lacking
 from spillway.planning.hardware import NodeSpec, gpu_node, local_node
 from spillway.planning.model_shape import ModelShape
-from spillway.planning.planner import Overrides, make_plan, plan_run, run_strategy
+from spillway.planning.planner import Overrides, make_plan, plan_run
 from spillway.planning.pod_resources import pod_runtime_bytes
 from spillway.units import format_bytes, parse_bytes
 
@@ -34,7 +35,8 @@ class BudgetOverrides:
 
 
 def with_budget(job: TrainingJob, overrides: BudgetOverrides) -> TrainingJob:
-    """The job with the command line's budgets in spec.memory.budget. Raises UserError for what is not a quantity."""
+    """The job with the command line's budgets in spec.memory.budget. Raises UserError if one of them is not a
+    quantity."""
     given = {"device": overrides.device, "host": overrides.host, "nvme": overrides.nvme}
     changes = {tier: quantity(tier, text) for tier, text in given.items() if text is not None}
     budget = job.spec.memory.budget.model_copy(update=changes)
@@ -57,11 +59,11 @@ def quantity(tier: str, text: str) -> int:
 
 
 def local_devices(
-    spec: TrainingJobSpec, gpus: Gpus, num_ranks: int, before: DeviceKind | None = None
+    spec: TrainingJobSpec, gpus: Gpus, num_ranks: int, before: MemoryPlan | None = None
 ) -> list[tuple[DeviceKind, str]]:
-    """As `devices`, on this machine. Raises UserError when the job needs GPUs that are missing here."""
+    """Like `devices`, for this machine. Raises UserError when the job needs GPUs that are missing here."""
     lacking_gpus = gpus.lacking(num_ranks)
-    found = devices(spec, lacking_gpus, gpus.said, before, num_ranks)
+    found = devices(spec, lacking_gpus, gpus.said, None if before is None else before.device, num_ranks)
     if found[0][0] == "Cuda" and lacking_gpus:
         began = "the run began on a GPU, but " if before else ""
         raise UserError(
@@ -78,7 +80,8 @@ def plan_for_this_machine(
     shape: ModelShape | None = None,
     profiles: Profiles = no_profile,
 ) -> MemoryPlan:
-    """`shape`: of a model that had to be built; `profiles`: measured rates of this machine, else the catalog's.
+    """Plans the job for this machine. `shape`: that of a model that had to be built; `profiles`: measured rates of this
+    machine, else the catalog's.
 
     Raises DoesNotFit with the missing bytes per tier and the nearest configuration that fits.
     """
@@ -95,12 +98,13 @@ def decided_for_this_machine(
     shape: ModelShape | None = None,
     profiles: Profiles = no_profile,
     corrections: Corrections = NO_CORRECTIONS,
-    before: DeviceKind | None = None,
+    before: MemoryPlan | None = None,
 ) -> MemoryPlan | Infeasible:
     """The plan for the first device kind on which the job fits; if none, what the preferred kind lacks."""
     found = list[Infeasible]()
     for device, why in local_devices(job.spec, resources.gpus, num_ranks, before):
-        asked = Overrides(world_size=num_ranks, shape=shape, corrections=corrections)
+        kept = None if before is None else before.kept_strategy
+        asked = Overrides(world_size=num_ranks, shape=shape, corrections=corrections, kept=kept)
         outcome = _decided_on(device, job, resources, num_ranks, asked, profiles(device).spec)
         if isinstance(outcome, MemoryPlan):
             return because(outcome, f"the model does not fit {resources.gpus.said}" if found else why)
@@ -116,7 +120,7 @@ def _decided_on(
     asked: Overrides,
     profile: NodeProfileSpec | None,
 ) -> MemoryPlan | Infeasible:
-    runtime = pod_runtime_bytes(job.spec, num_ranks, device, run_strategy(job.spec))
+    runtime = pod_runtime_bytes(job.spec, num_ranks, device, run_strategies(job.spec, num_ranks)[0])
     memory_bytes = max(0, int(resources.memory_bytes / asked.corrections.pod) - runtime)
     if device == "Cuda":
         node = cuda_node(resources, memory_bytes, num_ranks)

@@ -41,7 +41,7 @@ class Page:
 
     step: int
     phase_seconds: Mapping[str, float]
-    """Those of rank 0."""
+    """Phase -> seconds of rank 0."""
     moved_bytes: Mapping[str, float]
     tiers: Mapping[str, Mapping[Tier, int]]
     """Metric name -> bytes of the pod's rank that holds most."""

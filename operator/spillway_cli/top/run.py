@@ -34,13 +34,13 @@ class Life:
     """The state of the run's processes."""
 
     is_taken: bool
-    """Its lock is held by `spillway run`, or by a trainer that outlived it."""
+    """Whether its lock is held, by `spillway run` or by a trainer that outlived it."""
     epoch: int
     """Number of the last attempt; 0 = none was ever started."""
     ended: Attempt | None
     """How that attempt ended; None while it trains, or if its end was not recorded."""
     has_begun: bool
-    """Model, data and checkpoint are loaded, and it trains."""
+    """Whether that attempt has loaded model, data and checkpoint, and trains."""
 
 
 def life_of(run: RunDirectory, log: RunLog) -> Life:

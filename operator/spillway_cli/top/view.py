@@ -83,17 +83,17 @@ class RunView:
     tiers: tuple[TierView, ...] = ()
     nodes: tuple[str, ...] = ()
     nodes_are_planned: bool = False
-    """`nodes` are the planned ones, because the pods' nodes are not known."""
+    """Whether `nodes` are the planned ones, because the pods' nodes are not known."""
     age: str = ""
     rates: LiveRates | None = None
     members: tuple[MemberView, ...] = ()
     """Members of a sweep; `step` and `steps` are then sums over them."""
     sentences: tuple[str, ...] = ()
-    """Problems, or how it ended."""
+    """Sentences about problems, or about how the run ended."""
     unknown: tuple[str, ...] = ()
     """What could not be read, and why."""
     is_over: bool = False
-    """It will not change any more by itself."""
+    """Whether it will not change any more by itself."""
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------

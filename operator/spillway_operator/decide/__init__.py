@@ -1,1 +1,1 @@
-"""Decisions about one TrainingJob. Pure: what was observed in, what to write out."""
+"""Decisions about one TrainingJob: pure functions from what was observed to what to write."""

@@ -62,7 +62,7 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | ScriptJob |
         job: TrainingJob | ScriptJob = validate(job_type(document), document, name)
     except InvalidJob as error:
         return Refusal(c.INVALID_SPEC, error.problems)
-    if preset := job.spec.pod.network_preset:  # one that exists was replaced by what it holds
+    if preset := job.spec.pod.network_preset:  # an existing preset was already replaced by its content
         missing = "not in the OperatorConfig (kubectl get opconf default -o yaml); use one that is, or leave it out"
         return Refusal(c.INVALID_SPEC, (FieldProblem("spec.pod.networkPreset", preset, missing),))
     return refusal(job) or job
@@ -97,7 +97,7 @@ def _without_guarantee(spec: JobSpec) -> Iterator[FieldProblem]:
 
 
 def _taken(spec: JobSpec) -> Iterator[FieldProblem]:
-    """Names that the operator sets itself."""
+    """Yields a problem for each name that the operator sets itself."""
     for variable in spec.pod.env:
         if variable.name in RESERVED_VARIABLES:
             yield FieldProblem("spec.pod.env", variable.name, "the operator sets this variable; leave it out")
@@ -110,6 +110,10 @@ def _taken(spec: JobSpec) -> Iterator[FieldProblem]:
 # --- changes ----------------------------------------------------------------------------------------------------------
 
 NEVER_CHANGE = ("model", "data", "training", "command", "parallelism")
+UNLESS_SUSPENDED = ("checkpoint", "search", "members", "objective")
+"""Fields that can change only while the job is suspended: otherwise the next attempt would not find the job's
+checkpoints, or would train other members. The CRD locks memory, scheduling and spill as well; changing these between
+two attempts does no harm."""
 ANY_TIME = ("lifecycle", "suspend", "managed_by")
 """Fields whose changes take effect at once, or do not concern attempts."""
 
@@ -129,13 +133,17 @@ def _alias(fields: BaseModel, name: str) -> str:
     return type(fields).model_fields[name].alias or name
 
 
-def forbidden_change(before: JobSpec, after: JobSpec, attempt: int) -> Refusal | None:
-    """A change of immutable fields, which an older CRD did not reject: the job's checkpoints would not fit."""
-    problem = f"immutable, but changed since attempt {attempt}; restore the value in its ConfigMap, or create a new job"
+def forbidden_change(before: JobSpec, after: JobSpec, attempt: int, *, was_suspended: bool) -> Refusal | None:
+    """Returns the refusal of a change that an older CRD did not reject: of immutable fields, to which the job's
+    checkpoints would not fit, or of fields in UNLESS_SUSPENDED although the job was not suspended after the attempt."""
+    since = f"changed since attempt {attempt}; restore the value in its ConfigMap, or"
+    wrong = dict.fromkeys(NEVER_CHANGE, f"immutable, but {since} create a new job")
+    if not was_suspended:
+        wrong |= dict.fromkeys(UNLESS_SUSPENDED, f"can change only while the job is suspended, but {since} suspend it")
     problems = [
-        FieldProblem(f"spec.{name}", "another value", problem)
+        FieldProblem(f"spec.{name}", "another value", wrong[name])
         for name in changed_fields(before, after)
-        if name in NEVER_CHANGE
+        if name in wrong
     ]
     return Refusal(c.INVALID_SPEC, tuple(problems)) if problems else None
 
@@ -160,7 +168,7 @@ def _named_claims(spec: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def claim_problem(spec: JobSpec, claims: tuple[Claim, ...]) -> Finding | None:
-    """A problem with the claims, which can be corrected without a change of the job."""
+    """Returns a problem with the claims that can be corrected without a change of the job; None if there is none."""
     found = {claim.name: claim for claim in claims}
     missing = [
         f"{field} = {name}: PersistentVolumeClaim {name} not found; create it"

@@ -18,7 +18,7 @@ from .progress_status import correction_notes, member_notes
 from .service_levels import counts
 
 PATIENCE_SECONDS = 10.0
-"""How long an attempt may take to run before its pods are examined."""
+"""Time for all pods of an attempt to run, before they are examined."""
 SLOWEST_LOOK_SECONDS = 300.0
 NOT_SUSPENDED = false(c.SUSPENDED, "NotSuspended")
 

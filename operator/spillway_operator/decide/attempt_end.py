@@ -102,7 +102,7 @@ def saved_step(pods: Iterable[PodObject]) -> int | None:
 
 
 def completed_rank(pods: Iterable[PodObject]) -> Termination | None:
-    """What the first rank of a complete attempt said; None if its pod is gone."""
+    """The termination message of a complete attempt's first rank; None if its pod is gone."""
     said = (read_termination(pod.ending) for pod in pods if pod.ending is not None and pod.index == 0)
     return next((each for each in said if each.reason == ExitCode.COMPLETED.reason), None)
 

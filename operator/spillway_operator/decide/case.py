@@ -53,7 +53,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """As the spec or, of a job that trains by epochs, its trainer says; 0: unknown yet."""
+        """Number of steps from the spec, or from the trainer of a job that trains by epochs; 0: not known yet."""
         return num_steps(self.spec) or (self.status.progress.steps if self.status.progress is not None else 0)
 
     @property
@@ -143,7 +143,8 @@ class Case:
 
 
 def num_steps(spec: dict[str, Any]) -> int:
-    """Steps of the job; for a sweep those of all members, unless successive halving stops some. 0: it has epochs."""
+    """Steps of the job; for a sweep those of all members, unless successive halving stops some. 0: it trains by
+    epochs."""
     own = whole(given(spec, "training.steps"), 0)
     of_members = [whole(given(member, "training.steps"), own) for member in members_in(spec)]
     return min(sum(of_members) if of_members else own, MAX_COUNT)

@@ -73,14 +73,14 @@ CAUSES: dict[str, str] = {
     retries.GANG_YIELDED: "only some of the attempt's pods had nodes, and these nodes were released for an older job "
     "or after scheduling.gangWaitSeconds",
     retries.REPLANNED: "the scheduler found no node for the attempt's pods, and another plan fits the free nodes",
-    retries.STALLED: "no step was reported for lifecycle.stallSeconds",
+    retries.NO_PROGRESS: "no step was reported for lifecycle.stallSeconds",
     retries.DEADLINE_EXCEEDED: "attempts ran for lifecycle.activeDeadlineSeconds",
     retries.PENDING_DEADLINE_EXCEEDED: "no attempt ran for lifecycle.pendingDeadlineSeconds; the message says why",
 }
 """Why an attempt ended: reasons of Failed, and of attempts.lastReason."""
 
 ENDINGS = (
-    retries.STALLED,
+    retries.NO_PROGRESS,
     retries.DEADLINE_EXCEEDED,
     retries.PENDING_DEADLINE_EXCEEDED,
     retries.GANG_YIELDED,
@@ -135,8 +135,8 @@ REASONS: dict[str, dict[str, str]] = {
         "Running": "every pod runs",
         "ContainerWaiting": "False: a container cannot start, for example because its image cannot be pulled",
         "PodsNotReady": "False: a pod has a node but is not running (yet, or any more)",
-        retries.STALLED: "no step was reported for lifecycle.stallSeconds: the attempt is being ended, and another one "
-        "follows",
+        retries.NO_PROGRESS: "no step was reported for lifecycle.stallSeconds: the attempt is being ended, and another "
+        "one follows",
         retries.DEADLINE_EXCEEDED: "lifecycle.activeDeadlineSeconds is exceeded: the attempt writes a checkpoint and "
         "ends",
         retries.PENDING_DEADLINE_EXCEEDED: "False: lifecycle.pendingDeadlineSeconds is exceeded: the attempt is "
@@ -158,7 +158,7 @@ REASONS: dict[str, dict[str, str]] = {
         NO_REPORT: "Unknown: no step was reported for five minutes, or for three predicted steps if these take longer. "
         "Or no step was reported for lifecycle.stallSeconds, but the attempt is not ended, because no other job "
         "reports either or because this job has never reported",
-        "NoProgress": "False: no step for lifecycle.stallSeconds",
+        retries.NO_PROGRESS: "False: no step for lifecycle.stallSeconds",
         "NotRunning": "False: there is no current attempt",
     },
     CHECKPOINTS_DURABLE: {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from spillway.api.field_types import MAX_COUNT
 from spillway.api.pod import DEFAULT_STALL_SECONDS
-from spillway.feedback.retries import DEADLINE_EXCEEDED, PENDING_DEADLINE_EXCEEDED, STALLED
+from spillway.feedback.retries import DEADLINE_EXCEEDED, NO_PROGRESS, PENDING_DEADLINE_EXCEEDED
 
 from . import conditions as c
 from .attempt_end import Cause
@@ -26,7 +26,7 @@ def active(case: Case) -> Case:
         return case
     since = case.now
     if case.before.attempts is not None and case.before.attempts.total == known.total:
-        # An attempt that ran under an earlier version of the operator.
+        # The attempt already ran under an earlier version of the operator, which did not record active_time.
         running = c.find(case.before.conditions, c.RUNNING)
         since = running.last_transition_time or since if running is not None and running.status == "True" else since
     changes = {"active_time": known.active_time or since, "pending_time": None}
@@ -34,7 +34,7 @@ def active(case: Case) -> Case:
 
 
 def pending(case: Case) -> Case:
-    """Marks the job as pending since now, unless it is already pending or active."""
+    """Marks the job as pending from now on, unless it is already pending or active."""
     if case.attempts.pending_time is not None or case.attempts.active_time is not None:
         return case
     return case.changed(attempts=case.attempts.model_copy(update={"pending_time": case.now}))
@@ -71,7 +71,8 @@ def waited_seconds(case: Case) -> float:
 
 
 def silent_seconds(case: Case) -> float | None:
-    """Seconds since the running attempt last reported a new step, or since its pods run; None if it cannot report.
+    """Seconds since the running attempt last reported a new step, or else since all its pods run; None if it cannot
+    report.
 
     Uses the operator's clock, because the node's may be wrong. A trainer that posts without making steps is silent.
     Only time in which this process could receive reports counts: after an outage each job has its full time again.
@@ -102,8 +103,8 @@ def stall_seconds(case: Case) -> float:
 def stalled(case: Case, silent: float) -> Cause:
     limit = case.lifecycle_seconds("stallSeconds", DEFAULT_STALL_SECONDS)
     step = case.status.progress.step if case.status.progress is not None else 0
-    what = f"no step after step {step} for {silent:.0f} s"
-    return Cause(STALLED, f"{what} (lifecycle.stallSeconds = {limit}): the trainer hangs, or cannot reach the operator")
+    what = f"no step after step {step} for {silent:.0f} s (lifecycle.stallSeconds = {limit})"
+    return Cause(NO_PROGRESS, f"{what}: the trainer hangs, or cannot reach the operator")
 
 
 def due_seconds(case: Case) -> float | None:

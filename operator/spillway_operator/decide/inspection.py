@@ -1,12 +1,12 @@
 """What a pod prepares before a job is planned: it fetches what the job reads (fetch), and builds a model whose sizes
-the spec does not give (model.source, model.entrypoint), to tell its shape.
+the spec does not give (model.source, model.entrypoint), to find its shape.
 
     no shape yet          -> Job <job>-inspect: the trainer image fetches, then builds the model without allocating it
     its pod ended well    -> ConfigMap <job>-model, immutable: the shape, from which every attempt is planned
     its pod failed        -> condition Planned=False; deleting the Job starts another one
 
-The pod's answer is its termination message, which only the kubelet of a pod of this Job can write: no right, no token
-and no progress endpoint is needed. The shape is checked, not trusted: what it says decides only how much memory the
+The pod's answer is its termination message, which only the kubelet can write into the status of the Job's pod: it needs
+no permission, no token and no progress endpoint. The shape is checked, not trusted: it decides only how much memory the
 job's own pods get.
 """
 
@@ -82,7 +82,7 @@ def inspected(case: Case, job: TrainingJob, seen: Inspection) -> ModelShape | De
     if not seen.outcome:
         return write(case.found(_inspecting(job, seen.obstacle)), look_again=LOOK_SECONDS)
     again = Deletion("Job", job_name(name), seen.job_uid)
-    if seen.ending is None and seen.reason != "DeadlineExceeded":  # the pod was lost, not the model wrong
+    if seen.ending is None and seen.reason != "DeadlineExceeded":  # the pod was lost; the model may be right
         return write(case.found(_inspecting(job, "its pod was lost")), deletes=(again,), look_again=PATIENCE_SECONDS)
     if seen.outcome == "Complete" and seen.ending is not None and read_shape(seen.ending.message) is not None:
         return write(case, creates=(_config_map(case, seen.ending.message.strip()),), look_again=0.0)

@@ -37,9 +37,9 @@ JOB_LABEL = "spillway.dev/job"
 JOB_UID_LABEL = "spillway.dev/job-uid"
 ATTEMPT_LABEL = "spillway.dev/attempt"
 INSPECTION_LABEL = "spillway.dev/inspection"
+"""Label of a Job that is not an attempt: it builds a model to find its sizes. As annotation: the spec, for its pod."""
 DOWNLOADS_LABEL = "spillway.dev/downloads"
-"""Of an inspection's pod that fetches something: the chart's network policies let it out."""
-"""Label of a Job that is no attempt: it builds a model to find its sizes. Annotation: the spec, for its pod."""
+"""Label of an inspection's pod that fetches something; the chart's network policies allow its egress."""
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -155,7 +155,7 @@ def attempt_files(
     threads: int,
     facts: OperatorFacts,
 ) -> AttemptFiles:
-    """The files of the attempt that `decision.attempts` ends with; `threads` are torch's intra-op threads per rank."""
+    """The files of the last attempt in `decision.attempts`; `threads` are torch's intra-op threads per rank."""
     spec, attempt = job.spec, decision.attempts.total
     several = spec.parallelism.nodes > 1
     name = attempt_name(job.metadata.name, attempt)
@@ -188,8 +188,8 @@ def attempt_files(
 
 
 def checkpoint_directory(spec: JobSpec, name: str, uid: str) -> str:
-    """A directory of the job's own on the claim, so that a later job of the same name does not resume it; else in the
-    pod."""
+    """The job's own directory on the claim, so that a later job of the same name does not resume its checkpoints;
+    without a claim, a directory in the pod."""
     if spec.checkpoint.claim is None:
         return f"{WORK_DIRECTORY}/checkpoints"
     return f"{CHECKPOINT_MOUNT}/{spec.checkpoint.sub_path or f'{name}-{uid[:8]}'}"
@@ -263,8 +263,8 @@ def config_map(files: AttemptFiles, owner: JobObject, facts: OperatorFacts) -> M
 
 
 def service(files: AttemptFiles, owner: JobObject) -> Manifest:
-    """Gives the pods their host names. It has the addresses of those that are ready, by which trainers see whether all
-    are (JoinDeadline)."""
+    """Gives the pods their host names. It lists the addresses of the pods that are ready, from which trainers see
+    whether all of them are (JoinDeadline)."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -346,7 +346,8 @@ def _pod_metadata(files: AttemptFiles) -> dict[str, Any]:
 
 
 def pod_spec(files: AttemptFiles, facts: OperatorFacts) -> dict[str, Any]:
-    """The pod of an attempt: no API token except for progress, request = limit if exceeding it kills."""
+    """The pod of an attempt: no token except the one for progress, and request = limit where exceeding it ends the
+    pod."""
     spec, resources, volumes = files.job.spec, files.resources, _volumes(files, files.resources, facts)
     command = ["python", "-m", "spillway_trainer.launch", CONTRACT_DIRECTORY]
     container = _container(spec, facts, command, _requests(resources), volumes)
@@ -362,7 +363,7 @@ def pod_spec(files: AttemptFiles, facts: OperatorFacts) -> dict[str, Any]:
 
 
 def inspection_pod(spec: TrainingJobSpec, facts: OperatorFacts, tolerations: Sequence[Toleration]) -> dict[str, Any]:
-    """A pod that fetches what the job reads, and builds its model: on a CPU, with what the job mounts for these, and
+    """A pod that fetches what the job reads, and builds its model: on a CPU, with the mounts that these need, and
     without a token."""
     source = {"path": "job.json", "fieldRef": {"fieldPath": f"metadata.annotations['{INSPECTION_LABEL}']"}}
     volumes = [
@@ -391,7 +392,7 @@ def inspection_pod(spec: TrainingJobSpec, facts: OperatorFacts, tolerations: Seq
 
 
 def _pod(spec: JobSpec, container: dict[str, Any], volumes: list[Mounted]) -> dict[str, Any]:
-    """Pod Security `restricted`, and no API token."""
+    """A pod that meets Pod Security `restricted` and has no API token."""
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
@@ -527,7 +528,7 @@ def _mounted(name: str, source: dict[str, Any], path: str, *, read_only: bool = 
 
 
 def _mount(number: int, mount: Mount) -> Mounted:
-    """One of the user's own."""
+    """The volume and mount of one of the user's own mounts."""
     if mount.claim is not None:
         source = _claim(mount.claim)
     elif mount.config_map is not None:

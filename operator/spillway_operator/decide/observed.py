@@ -144,14 +144,14 @@ class Inspection:
     """What is known of a model that a pod builds to find its sizes (decide/inspection.py)."""
 
     shape: str = ""
-    """Packed (ModelShape.packed), of ConfigMap <job>-model; empty: there is none."""
+    """The packed shape (ModelShape.packed) in ConfigMap <job>-model; empty: there is none."""
     job_uid: str = ""
-    """Of Job <job>-inspect; empty: there is none."""
+    """Uid of Job <job>-inspect; empty: there is none."""
     outcome: Literal["", "Complete", "Failed"] = ""
     reason: str = ""
-    """Of the Job's failure."""
+    """Reason of the Job's failure."""
     ending: ContainerEnding | None = None
-    """Of its pod; None: it goes on, or it is lost."""
+    """How its pod ended; None: it has not ended, or is lost."""
     obstacle: str = ""
     """Why its pod does not run yet."""
     foreign: str = ""
@@ -203,9 +203,9 @@ class Observed:
     """Why the API server rejects the attempt's pods (quota, LimitRange, Pod Security, a policy), from the Job's newest
     event; read with `pods` if some are missing."""
     claims: tuple[Claim, ...] | None = None
-    """None = not requested."""
+    """Claims that the spec names; None = not requested."""
     inspection: Inspection | None = None
-    """Of a model without sizes in the spec; None = not requested."""
+    """Inspection of a model without sizes in the spec; None = not requested."""
     conflict: str = ""
     """The child, such as "Job demo-1", that could not be created because a foreign object has its name."""
     refusal: str = ""
@@ -218,13 +218,13 @@ class Observed:
     """How long this process could receive reports without interruption; None = it has no progress endpoint. Only a
     silence within that time says something about a trainer."""
     queue_says: str | None = None
-    """The queue's own message why it has not admitted the newest attempt; None = not requested."""
+    """The queue's own message about why it has not admitted the newest attempt; None = not requested."""
     inherited: tuple[str, ...] = ()
-    """Fields of the job's spec that are the OperatorConfig's."""
+    """Fields of the job's spec that come from the OperatorConfig."""
     capacity_is_fresh: bool = False
     """Whether nodes and their pods were listed for this look, or shortly before."""
     waiting_gangs: tuple[WaitingGang, ...] | None = None
-    """All that the watches know; None = not requested."""
+    """Other jobs that wait for nodes, as far as the watches know; None = not requested."""
     others_silent_seconds: float | None = None
     """Seconds since a trainer of another job reported; None = no other attempt runs. If no job reports, the operator
     may be at fault."""
@@ -235,8 +235,8 @@ class Deletion:
     kind: Literal["Job", "ConfigMap", "Service", "TrainingJob"]
     name: str
     uid: str
-    """Precondition. Deletion is in the foreground: the object exists until its children are deleted. Empty: it is the
-    job's own that is deleted, whatever its uid."""
+    """Precondition. Deletion is in the foreground: the object exists until its children are deleted. Empty: the object
+    is deleted whatever its uid is, if it is the job's own."""
     resource_version: int = 0
     """Precondition, too: the version that the decision is based on; 0 = any."""
 

@@ -32,7 +32,7 @@ from .observed import JobObject, OperatorFacts
 LONGEST_TEXT = 1024
 """Longest text in the status, in characters."""
 MOST_NODES = 16
-"""Most preferred nodes in the status."""
+"""Largest number of preferred nodes in the status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,9 @@ def plan_attempt(
     place: Place,
 ) -> AttemptFiles | Finding:
     """Plans the last attempt in `past.attempts`."""
-    device = past.last.device if past.last is not None else None
-    cluster = replace(cluster, trainer_image=facts.trainer_image, device=device)
+    cluster = replace(cluster, trainer_image=facts.trainer_image)
+    if past.last is not None:
+        cluster = replace(cluster, device=past.last.device, strategy=past.last.kept_strategy)
     try:
         placed = _placed(job, cluster, past, place)
         if cluster.as_free and isinstance(placed, Unplaceable):
@@ -136,7 +137,9 @@ def advice(job: TrainingJob, cluster: ClusterView, failures: tuple[MemoryFailure
     memory = job.spec.memory.model_copy(update={"mode": "Auto"})
     as_auto = job.model_copy(update={"spec": job.spec.model_copy(update={"memory": memory})})
     try:
-        seen = replace(cluster, corrections=corrections_after(failures), device=failures[-1].plan.device)
+        last = failures[-1].plan
+        corrections = corrections_after(failures)
+        seen = replace(cluster, corrections=corrections, device=last.device, strategy=last.kept_strategy)
         placed = place(as_auto, seen)
     except Exception as error:  # as in plan_attempt
         return f"mode Auto would find no plan: {type(error).__name__}: {error}"

@@ -198,7 +198,7 @@ def _of_a_stranger(before: Progress | None, report: ProgressReport, steps: int, 
         return before
     counted = {metric.name: int(metric.value) for metric in said.metrics if metric.value.isdecimal()}
     known = before or Progress()
-    steps = steps or min(counted.get("total_steps", known.steps), MAX_COUNT)  # a script's, by Hugging Face's callback
+    steps = steps or min(counted.get("total_steps", known.steps), MAX_COUNT)  # a script's, from Hugging Face's callback
     reached = known.step if known.last_step_time is not None else 0
     step = max(min(counted.get("current_step", steps * said.progress_percentage // 100), steps), reached)
     loss = next((_rounded(metric.value) for metric in said.metrics if metric.name == "loss"), known.loss)
@@ -299,7 +299,7 @@ def short_bytes(num_bytes: int) -> str:
 
 
 def _rounded(value: str) -> str:
-    """A stranger's figure, as ours are shown; as it is if it is no number."""
+    """A script's figure in the format of our trainer's figures; unchanged if it is not a number."""
     try:
         return _figure(float(value))
     except ValueError:

@@ -71,7 +71,7 @@ from .starting import begun, durability, fits_elsewhere, start, waits_for_quota
 SLOWEST_POD_LOOK_SECONDS = 30.0
 """Longest interval between looks at pods that are not running: no watch reports them, and the cause may change."""
 REPLAN_SECONDS = 30.0
-"""At least as long as the longest interval between looks."""
+"""Time without a node after which another plan is tried; at least as long as the longest interval between looks."""
 MOST_REPLAN_WAITS = 16
 """Longest interval between two tries, in REPLAN_SECONDS."""
 SHORT_ATTEMPT_SECONDS = 600.0
@@ -169,7 +169,7 @@ def _running(case: Case) -> Desired:
     if silent is not None and silent >= stall_seconds(case):
         if case.trainer_was_heard and not others_are_silent_too(case, silent):
             cause = stalled(case, silent)
-            return _end(case.found(false(c.PROGRESSING, "NoProgress", cause.message)), cause)
+            return _end(case.found(false(c.PROGRESSING, cause.reason, cause.message)), cause)
         if case.trainer_was_heard:
             return write(case.found(_NOBODY_HEARD), look_again=SLOWEST_POD_LOOK_SECONDS)
         case = case.found(_NEVER_HEARD)
@@ -350,7 +350,7 @@ def _completed(case: Case, attempt: AttemptObject) -> Desired:
         return Desired(needs=needs)
     case = _accounted(case, Cause(COMPLETED, ""), case.attempts.short_in_a_row, attempt.outcome_time)
     total, known, asked = case.attempts.total, case.status.progress, case.steps
-    # For a sweep as many as were reported: successive halving may have stopped members.
+    # For a sweep, as many steps as were reported: successive halving may have stopped members.
     steps = known.steps if case.status.members and known is not None else asked
     said = completed_rank(case.observed.pods or ()) if trainer_decides else None
     if said is not None and said.step:
@@ -485,7 +485,7 @@ def _accounted(case: Case, cause: Cause, short_in_a_row: int, end: str) -> Case:
 
 
 def _faulty_nodes(case: Case, cause: Cause) -> tuple[FaultyNode, ...] | None:
-    """Nodes that the job avoids, with the one that the end of the attempt speaks against."""
+    """Nodes that the job avoids, including the attempt's node if the end of the attempt counts as its fault."""
     known = case.attempts
     kept = tuple(one for one in known.faulty_nodes or () if one.node != cause.node)
     if not is_fault_of_node(cause.reason, cause.node, known.last_reason, known.last_node):

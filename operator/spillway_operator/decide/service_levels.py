@@ -25,7 +25,7 @@ from .case import Case, known_seconds, num_ranks, whole
 from .observed import Count, JobObject
 
 MOST_JOBS = 200
-"""Jobs with series of their own at a scrape."""
+"""Most jobs with series of their own at a scrape."""
 FAILED_SECONDS = 86400.0
 """How long a failed job counts as a problem."""
 Conditions = dict[str, dict[str, Any]]
@@ -79,8 +79,8 @@ def _held_seconds(attempts: Attempts, progress: Progress) -> float:
 
 
 def _committed_seconds(case: Case, after: TrainingJobStatus, was: Attempts, now: Attempts) -> float:
-    """Seconds of the steps that a new checkpoint commits for the first time: at the speed of the report, and no more
-    than passed since the attempt's last checkpoint, or since its pods run."""
+    """Seconds of the steps that a new checkpoint commits for the first time: at the reported seconds per step, but no
+    more than passed since the attempt's last checkpoint, or since its pods run."""
     old, new = case.before.checkpoint or CheckpointStatus(), after.checkpoint
     if new is None or new.step <= old.step:
         return 0.0
@@ -96,8 +96,8 @@ def _committed_seconds(case: Case, after: TrainingJobStatus, was: Attempts, now:
 
 
 def fleet_of(jobs: Iterable[JobObject], now: float) -> dict[Metric, dict[tuple[str, ...], float]]:
-    """What the statuses say at Unix time `now`, by the values of the metrics' labels; of at most MOST_JOBS jobs by
-    name."""
+    """Metric -> values of its labels -> value, as the statuses say at Unix time `now`; metrics with a label for the
+    job's name contain at most MOST_JOBS jobs."""
     states, wasted, problems, ended = Counter[tuple[str, ...]](), Counter[tuple[str, ...]](), [], []
     for job in jobs:
         status = json.loads(job.status)
@@ -126,7 +126,7 @@ def fleet_of(jobs: Iterable[JobObject], now: float) -> dict[Metric, dict[tuple[s
 
 
 def _bytes(quantity: object) -> int:
-    """Of a status that anybody may have written."""
+    """Bytes of a quantity in a status; 0 if it is invalid, because anybody may have written the status."""
     try:
         return parse_quantity(str(quantity))
     except ValueError:
@@ -138,8 +138,8 @@ def _is(found: Conditions, type_: str) -> bool:
 
 
 def _problem(found: Conditions, status: dict[str, Any], now: float) -> tuple[bool, float, tuple[str, str]] | None:
-    """Whether the job failed, for how many seconds it has or has been waiting, and the condition with its reason that
-    says for what; None: nothing is wrong, or nobody wants it to run."""
+    """Whether the job failed, the seconds since it failed or since it has been waiting, and the type and reason of the
+    condition that says why; None: nothing is wrong, or nobody wants it to run."""
     failed = _is(found, c.FAILED)
     wanted = not (_is(found, c.COMPLETE) or _is(found, c.SUSPENDED))
     types = (c.FAILED,) if failed else _STAGES if wanted else ()
@@ -149,7 +149,7 @@ def _problem(found: Conditions, status: dict[str, Any], now: float) -> tuple[boo
         if not one or reason == "NoAttempt" or (not failed and one.get("status") == "True"):
             continue
         pending, active = (known_seconds(given(status, f"attempts.{name}Time")) for name in ("pending", "active"))
-        if type_ == c.PROGRESSING:  # Unknown since the attempt was created; it waited for its pods until then
+        if type_ == c.PROGRESSING:  # Unknown since the attempt's creation; until `active` it waited for its pods
             since = max(since, active or since)
         elif not failed:
             since = pending or since

@@ -32,7 +32,7 @@ from .progress_status import at_the_start
 KEPT_JOBS = 3
 KEPT_CONTRACTS = 20
 MOST_DELETIONS = 16
-"""At a time."""
+"""Most deletions in one decision."""
 FAULTY_SECONDS = 86400.0
 """How long a job avoids a node that failed it."""
 
@@ -67,7 +67,8 @@ def start(case: Case) -> Desired:  # noqa: PLR0911 - one line per case
 
 
 def _shape(case: Case, job: TrainingJob | ScriptJob, needed: frozenset[str]) -> ModelShape | Desired | None:
-    """Of a model whose sizes the spec does not give; or what to do until it is known."""
+    """The shape of a model whose sizes the spec does not give, or what to do until it is known; None if the spec gives
+    them."""
     if isinstance(job, ScriptJob) or not inspection.is_needed(job.spec):
         return None
     if case.observed.inspection is None:
@@ -79,20 +80,22 @@ def _shape(case: Case, job: TrainingJob | ScriptJob, needed: frozenset[str]) -> 
 
 
 def _cluster(case: Case) -> ClusterView:
-    """As this job should see it: without the nodes that failed it in the last FAULTY_SECONDS."""
+    """The cluster as this job should see it: it avoids the nodes that failed the job in the last FAULTY_SECONDS."""
     known = case.attempts.faulty_nodes or ()
     faulty = {one.node for one in known if 0 <= case.seconds_now - seconds_of(one.time) < FAULTY_SECONDS}
     return replace(case.observed.cluster, avoided=case.observed.cluster.avoided | faulty)
 
 
 def fits_elsewhere(case: Case) -> Cause | None:
-    """Why the current attempt, for whose pods there is no node, gives way to one with another plan; None: it does not,
-    because none fits what is free now, or the same one does by what is known."""
+    """The cause for replacing the current attempt, for whose pods there is no node, by one with another plan; None if
+    no plan fits what is free now, or if the one that does has the same node class and no smaller pods."""
     outcome, planned = accept(case.observed.job), case.status.plan
     if isinstance(outcome, Refusal) or planned is None:
         return None
-    facts = case.observed.facts
+    facts, begun = case.observed.facts, newest_begun(case)
     cluster = replace(_cluster(case), as_free=True, trainer_image=facts.trainer_image, device=planned.device or None)
+    if begun is not None:
+        cluster = replace(cluster, strategy=begun.plan.kept_strategy)
     try:
         placed = case.place(outcome, cluster)
     except UserError:
@@ -115,7 +118,7 @@ def _past(case: Case, number: int) -> AttemptHistory:
     memory = case.status.memory
     peak = memory.peak if memory is not None else None
     progress = case.status.progress
-    has_reported = progress is not None and progress.last_step_time is not None  # else the peak is an earlier one's
+    has_reported = progress is not None and progress.last_step_time is not None  # else the peak is an earlier attempt's
     return AttemptHistory(
         attempts=next_attempts(known, number, case.now),
         threads=begun.job.compute_threads if begun is not None else None,  # a resumed run must round as before
@@ -151,7 +154,12 @@ def _obstacle(case: Case, job: TrainingJob | ScriptJob) -> Finding | None:
     if case.observed.refusal:
         return false(c.SCHEDULED, "Refused", case.observed.refusal)
     begun = newest_begun(case)
-    altered = begun and forbidden_change(begun.job.spec, job.spec, begun.job.epoch)
+    suspended = c.find(case.before.conditions, c.SUSPENDED)
+    was_suspended = suspended is not None and (
+        suspended.status == "True"
+        or seconds_of(suspended.last_transition_time or "") >= seconds_of(case.attempts.end_time or "")
+    )
+    altered = begun and forbidden_change(begun.job.spec, job.spec, begun.job.epoch, was_suspended=was_suspended)
     return altered.finding() if altered else claim_problem(job.spec, case.observed.claims or ())
 
 
@@ -191,9 +199,9 @@ def _create(case: Case, files: AttemptFiles) -> Desired:
 
 
 def _outdated(case: Case) -> tuple[Deletion, ...]:
-    """What is left of attempts that ended long ago: Jobs but for the newest KEPT_JOBS, whose pods have logs; and
-    contracts but for the newest KEPT_CONTRACTS and those of attempts that ran out of memory, which the next plans
-    learn from."""
+    """Deletes what is left of attempts that ended long ago: Jobs, except the newest KEPT_JOBS, whose pods have logs;
+    and contracts, except the newest KEPT_CONTRACTS and those of attempts that ran out of memory, from which the next
+    plans learn."""
     ended = sorted((one for one in case.owned if one.outcome and not one.deleting), key=lambda one: -one.attempt)
     jobs = [Deletion("Job", one.name, one.uid) for one in ended[KEPT_JOBS:]]
     needed = {one.attempt for one in case.status.escalations}
@@ -225,7 +233,7 @@ def begun(case: Case, files: AttemptFiles) -> Case:
 
 
 def _latest(known: tuple[Escalation, ...], decided: tuple[Escalation, ...]) -> tuple[Escalation, ...]:
-    """One escalation for each attempt, with its sentence if either has one."""
+    """One escalation for each attempt, with its `change` if either list has one."""
     found = {one.attempt: one for one in known}
     found |= {one.attempt: one for one in decided if one.change or one.attempt not in found}
     return tuple(found[attempt] for attempt in sorted(found))[-MOST_ESCALATIONS:]

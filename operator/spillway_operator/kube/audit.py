@@ -62,7 +62,7 @@ class Audit:
     client: ApiClient
     kinds: Sequence[Watched[Any]]
     namespaces: Sequence[str]
-    """("",) = all."""
+    """Namespaces to list; ("",) = all."""
     enqueue: Callable[[Key], None]
     exporter: OperatorExporter
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep

@@ -53,11 +53,11 @@ class Table(Generic[T]):
 
     @property
     def lag_seconds(self) -> float:
-        """How long the watch has owed a change that is known from elsewhere; 0: it owes none."""
+        """How long the watch has not delivered a change that is known from elsewhere; 0 if there is none."""
         return max((time.monotonic() - since for _, since in list(self._undelivered.values())[:1]), default=0.0)
 
     def delivered(self, seen: T) -> None:
-        """The watch delivered this version."""
+        """Records that the watch delivered this version."""
         if self._undelivered.get(seen.uid, (sys.maxsize, 0.0))[0] <= seen.resource_version:
             del self._undelivered[seen.uid]
 

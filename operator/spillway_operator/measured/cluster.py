@@ -70,7 +70,7 @@ class Known:
     listed: float = float("-inf")
     """When they were listed, in monotonic seconds."""
     is_current: bool = True
-    """None was written since."""
+    """Whether no profile was written since."""
     peaks: Peaks = field(default_factory=dict)
     corrections: Mapping[str, Corrections] = field(default_factory=dict)
     """Fingerprint of a model -> corrections of its predictions."""
@@ -98,10 +98,10 @@ class Cluster:
         self._nodes: tuple[NodeView, ...] | None = None
         self._nodes_time = float("-inf")
         self._requests: RequestsByNode | None = None
-        """None: not known."""
+        """Requests of pods; None: not known."""
         self._faulty = FaultyNodes()
         self._known: dict[str, Known] = {}
-        """By namespace."""
+        """Namespace -> content of its profiles."""
         self._joined: tuple[object, object, tuple[NodeView, ...]] | None = None
         """Cache: nodes, snapshot, and the nodes with live bytes."""
 
@@ -152,7 +152,7 @@ class Cluster:
         self._known = kept | {namespace: replace(known, listed=self._clock(), is_current=True)}
 
     def view(self, job: JobObject) -> ClusterView:
-        """The cluster as of now, for this job. Takes note of the nodes that failed it."""
+        """The cluster as of now, for this job. Records the nodes that failed the job."""
         self._faulty.seen(job)
         key, now = job.key, self._clock()
         snapshot = self._metrics.snapshot(now)
@@ -171,12 +171,12 @@ class Cluster:
         )
 
     def _as_listed(self, reservation: Reservation) -> Reservation:
-        """Without devices that are among the listed pods' requests."""
+        """The reservation, without its devices if these are among the requests of the listed pods."""
         listed = self._requests is not None and reservation.owner in self._requests.ours
         return replace(reservation, devices=0) if listed else reservation
 
     def _without_own(self, nodes: tuple[NodeView, ...], job: JobObject) -> tuple[NodeView, ...]:
-        """Without the pods of the job itself."""
+        """The nodes without the requests of the job's own pods."""
         if self._requests is None or job.uid not in self._requests.ours:
             return nodes
         ours, own = self._requests.ours_by_node(job.uid), self._requests.ours[job.uid]

@@ -1,4 +1,4 @@
-"""Nodes on which attempts failed for the node's own sake, by what the statuses of jobs say."""
+"""Nodes on which attempts failed through the node's fault, according to the statuses of jobs."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from datetime import datetime
 from ..decide.observed import JobObject
 
 AVOIDED_SECONDS = 3600.0
-"""How long a node is avoided by all after the last of these failures."""
+"""How long a failure on a node counts; while those of at least MOST_JOBS jobs count, all jobs avoid the node."""
 MOST_JOBS = 3
-"""Jobs that must have failed on a node before all avoid it."""
+"""Number of jobs that must have failed on a node before all jobs avoid it."""
 
 
 class FaultyNodes:
-    """Rebuilt from the statuses after a restart."""
+    """Failures by node; they are rebuilt from the statuses after a restart."""
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[str, float]] = {}
         """Node -> uid of a job -> Unix seconds of its last failure there."""
 
     def seen(self, job: JobObject) -> None:
-        """Takes note of what the job's status says; called for each look."""
+        """Records the failures in the job's status; called for each look."""
         if b'"faultyNodes"' not in job.status:
             return
         attempts = json.loads(job.status).get("attempts")
         for fault in (attempts.get("faultyNodes") if isinstance(attempts, dict) else None) or ():
             try:
                 node, seconds = str(fault["node"]), datetime.fromisoformat(fault["time"]).timestamp()
-            except (KeyError, TypeError, ValueError):  # of another version
+            except (KeyError, TypeError, ValueError):  # written by another version
                 continue
             self._seen.setdefault(node, {})[job.uid] = seconds
 

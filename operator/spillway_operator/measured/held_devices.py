@@ -1,4 +1,4 @@
-"""Devices that other TrainingJobs hold, and their remaining time by their status."""
+"""Devices that other TrainingJobs hold, and the remaining time of these jobs according to their status."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _held(job: JobObject) -> HeldDevices | None:
 
 
 def _seconds_left(spec: dict[str, Any], plan: PlanStatus, progress: Progress) -> float | None:
-    """Remaining time at the reported rate, else at the planned one; None if it is unknown, as long as a job by epochs
-    has not said how many steps they are."""
+    """Remaining seconds at the reported rate, else at the planned one; None if unknown, for example while a job that
+    trains by epochs has not reported its number of steps."""
     steps = progress.steps or num_steps(spec)
     if not steps:
         return None

@@ -47,7 +47,7 @@ LOOK_SECONDS = 5.0
 PEAK_STEP = 1.01
 """Smallest factor by which a pod's peak must grow to be news; PodEvidence's margins are wider."""
 MOST_PROFILES = 200
-"""Per namespace."""
+"""Most profiles per namespace."""
 MOST_CONTRACTS = 256
 """Contracts kept in memory, some 30 KiB each; others are read again when needed."""
 

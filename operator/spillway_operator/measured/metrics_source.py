@@ -48,7 +48,7 @@ LONGEST_PAGE = MIB
 NUM_SCRAPES = 16
 """Pods that are scraped at the same time."""
 FORGET_SECONDS = 600.0
-"""Older figures are not used."""
+"""Figures older than this are not used."""
 
 Labels = Mapping[str, str]
 Figure = TypeVar("Figure", int, float)
@@ -57,10 +57,10 @@ Samples = list[tuple[Labels, Figure]]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a Prometheus is asked."""
+    """How to query a Prometheus."""
 
     url: str = ""
-    """Empty: not at all."""
+    """Empty: there is no Prometheus."""
     matchers: tuple[str, ...] = ()
     """Further label matchers of every series, such as cluster="a"."""
     token_file: Path | None = None
@@ -83,7 +83,7 @@ class MetricsSnapshot:
     """The last known figures and their age."""
 
     nodes: Mapping[str, LiveBytes] = field(default_factory=lambda: MappingProxyType({}))
-    """Free bytes."""
+    """Node -> its live figures."""
     taken_at: float | None = None
     """Monotonic seconds of the last complete reading; None = none yet."""
     age_seconds: float | None = None
@@ -116,7 +116,7 @@ class MetricsSource:
         self._targets = targets
         self._clock = clock
         self._pages: dict[str, list[NodePage]] = {}
-        """Of each node, those of the last two minutes."""
+        """Node -> its pages of the last two minutes."""
         self._num_silent = 0
         source = "Prometheus" if prometheus.url else "Scrape" if targets is not None else ""
         self._last = MetricsSnapshot(source=source, problem="no reading yet" if source else "")
@@ -180,7 +180,8 @@ class MetricsSource:
     async def _scraped(
         self, session: aiohttp.ClientSession, targets: Sequence[ScrapeTarget], now: float
     ) -> dict[str, LiveBytes]:
-        """Of the nodes whose exporter answered within the last two minutes, as Prometheus would answer."""
+        """Live bytes of the nodes whose exporter answered within the last two minutes, as Prometheus would give
+        them."""
         pages, problems = await scrape(session, targets)
         for node, page in pages.items():
             self._pages.setdefault(node, []).append(replace(page, taken_at=now))
@@ -207,7 +208,7 @@ QUESTIONS = (*BYTE_QUESTIONS, memory_stalled)
 
 
 async def read_prometheus(session: aiohttp.ClientSession, prometheus: Access) -> dict[str, LiveBytes]:
-    """Free bytes of the nodes."""
+    """Node -> its live figures."""
     queries = [question(*prometheus.matchers) for question in BYTE_QUESTIONS]
     (host, device, disks), stalled = await asyncio.gather(
         asyncio.gather(*(_query(session, prometheus, query, byte_count) for query in queries)),
@@ -317,12 +318,12 @@ def _spill_room(mounts: Mapping[str, int]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class NodePage:
-    """What one scrape of a node exporter said."""
+    """The figures of one scrape of a node exporter."""
 
     free: tuple[Samples[int], Samples[int], Samples[int]]
-    """Host, devices, disks."""
+    """Free bytes of host memory, devices and disks, with labels."""
     stalled_seconds: float | None
-    """Since the node's boot."""
+    """Seconds in which memory stalled, since the node's boot."""
     taken_at: float = 0.0
 
 
@@ -374,7 +375,7 @@ def _stalled_share(node: str, pages: Sequence[NodePage]) -> Samples[float]:
 
 
 def _token(file: Path | None) -> str:
-    """Empty: none is sent."""
+    """The token to send; empty: none. Raises _Unreadable if the file cannot be read."""
     try:
         return "" if file is None else file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -27,7 +27,7 @@ NOTHING = OperatorConfigSpec()
 
 class OperatorConfig:
     def __init__(self, client: ApiClient, may_read: bool, changed: Callable[[], None]) -> None:
-        """`changed` is called when the object is another one than before."""
+        """`changed` is called when the object's content has changed."""
         self._client = client
         self._may_read = may_read
         self._changed = changed
@@ -35,7 +35,7 @@ class OperatorConfig:
         self._inherited: dict[Key, tuple[int, JobObject, tuple[str, ...]]] = {}
         """Cache: resourceVersion of a job, and the job with its defaults."""
         self.declared: tuple[NodeView, ...] = ()
-        """A node of each class that can be read."""
+        """A node of each declared class that the catalog has."""
 
     async def run(self) -> None:
         while True:
@@ -46,7 +46,8 @@ class OperatorConfig:
                 logger.warning("cannot read the OperatorConfig; using the values of the last read: %s", error)
 
     async def load(self) -> None:
-        """Raises ApiError if it cannot be read; without the object, the kind or the right nothing is set."""
+        """Reads the object. Raises ApiError if that fails; without the object, its kind or the permission, nothing is
+        configured."""
         if not self._may_read:
             return
         try:
@@ -54,7 +55,7 @@ class OperatorConfig:
             spec = OperatorConfigSpec.model_validate(found.get("spec") or {})
         except (NotFound, RequestRejected):
             spec = OperatorConfigSpec()
-        except ValidationError as error:  # of another version
+        except ValidationError as error:  # written by another version
             logger.warning("OperatorConfig %s is not used: %s", CONFIG_NAME, error.errors()[0]["msg"])
             return
         if spec != self._spec:
@@ -64,7 +65,7 @@ class OperatorConfig:
             self._changed()
 
     def applied(self, job: JobObject) -> tuple[JobObject, tuple[str, ...]]:
-        """The job with what it inherits, and the fields that it inherits."""
+        """The job with its inherited values, and the names of the inherited fields."""
         if (self._spec.job_defaults, self._spec.network_presets) == (NOTHING.job_defaults, NOTHING.network_presets):
             return job, ()
         known = self._inherited.get(job.key)

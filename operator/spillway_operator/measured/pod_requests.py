@@ -14,9 +14,9 @@ from ..decide.manifests import JOB_UID_LABEL
 from ..kube.store import controller
 
 ON_NODES = "spec.nodeName!=,status.phase!=Succeeded,status.phase!=Failed"
-"""Field selector of the pods that hold what they request."""
+"""Field selector of pods that have a node and have not ended, and so hold what they request."""
 OF_EVERY_NODE = ("DaemonSet", "Node")
-"""Kinds of owners whose pods leave a node only with it: daemons and static pods."""
+"""Kinds of owners whose pods stay as long as the node: daemons and static pods."""
 
 N = TypeVar("N", int, float)
 Found = Mapping[str, Any]
@@ -29,30 +29,30 @@ class PodRequests:
     node: str
     requests: Requests
     job_uid: str
-    """Of the TrainingJob; empty: none of ours."""
+    """Uid of its TrainingJob; empty: it belongs to none."""
     stays: bool
-    """As long as the node."""
+    """Whether it stays as long as the node."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestsByNode:
-    """Sums of all pods."""
+    """Sums of the requests of all pods, by node."""
 
     daemons: Mapping[str, Requests] = field(default_factory=dict)
     others: Mapping[str, Requests] = field(default_factory=dict)
-    """Of pods that are neither daemons nor ours."""
+    """Requests of pods that are neither daemons nor ours."""
     ours: Mapping[str, Mapping[str, Requests]] = field(default_factory=dict)
     """Uid of the TrainingJob -> node -> sum."""
     all_ours: Mapping[str, Requests] = field(default_factory=dict)
-    """Of all TrainingJobs."""
+    """Node -> sum of the requests of all TrainingJobs' pods."""
 
     def on(self, view: NodeView) -> NodeView:
-        """The node with all pods."""
+        """The node with the requests of all its pods."""
         others, ours = (found.get(view.name, NO_REQUESTS) for found in (self.others, self.all_ours))
         return replace(view.without(self.daemons.get(view.name, NO_REQUESTS)), others=others, ours=ours)
 
     def ours_by_node(self, without_uid: str) -> Mapping[str, Requests]:
-        """Of all TrainingJobs but one."""
+        """Node -> sum of the requests of all TrainingJobs' pods, except those of one job."""
         own = self.ours.get(without_uid, {})
         besides = [nodes for uid, nodes in self.ours.items() if uid != without_uid] if own else []
         return {
@@ -75,7 +75,7 @@ def sums(pods: Iterable[PodRequests]) -> RequestsByNode:
 
 
 def project_requests(found: Found) -> PodRequests:
-    """A Pod as the API server sent it. Anybody may set the label of ours: it says only whose devices they are."""
+    """A Pod as the API server sent it. Anybody may set our label: it only says to which job the requests belong."""
     metadata, spec = found["metadata"], found.get("spec") or {}
     return PodRequests(
         node=str(spec.get("nodeName") or ""),
@@ -86,8 +86,8 @@ def project_requests(found: Found) -> PodRequests:
 
 
 def requests_of(spec: Found) -> Requests:
-    """What the scheduler counts: the larger of all containers and of each init container beside the sidecars before it,
-    with the pod's overhead. Requests of the pod itself go before those of its containers."""
+    """Returns what the scheduler counts: the largest of all containers together and of each init container with the
+    sidecars before it, plus the pod's overhead. Requests of the pod itself replace those of its containers."""
     running = beside = NO_REQUESTS
     starting = list[Requests]()
     for container in spec.get("initContainers") or ():
@@ -152,7 +152,8 @@ def _reader(parse: Callable[[str], N]) -> Callable[[object], N | None]:
 
 
 read_cores, read_count = _reader(parse_cores), _reader(parse_quantity)
-"""None if missing or not a quantity: one odd object must not block the others. A cluster writes few different ones."""
+"""Return None if the value is missing or not a quantity: one odd object must not block the others. Results are cached,
+because a cluster has few different quantities."""
 
 
 # --- volumes ----------------------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ class StorageCapacity:
     storage_class: str
     largest_bytes: int | None
     topology: Found | None
-    """Label selector of nodes; None: of none."""
+    """Label selector of its nodes; None: it has none."""
 
 
 def project_capacity(found: Found) -> StorageCapacity:
@@ -174,8 +175,8 @@ def project_capacity(found: Found) -> StorageCapacity:
 
 
 def volumes_of(labels: Mapping[str, str], capacities: Iterable[StorageCapacity]) -> dict[str, int]:
-    """StorageClass -> bytes of the largest volume for a node with these labels; 0 where the driver names none for it,
-    missing where it says nothing of the class at all."""
+    """StorageClass -> bytes of the largest volume for a node with these labels; 0 if the driver has none for it, and no
+    entry for a class about which no driver says anything."""
     found: dict[str, int] = {}
     for one in capacities:
         fits = one.topology is not None and _selects(one.topology, labels)

@@ -22,7 +22,7 @@ from .host import Drive, Sample, drive_samples, memory_samples
 
 
 class NodeExporter(Collector):
-    """The series of spillway.metrics.NODE of one node."""
+    """Collects the series of spillway.metrics.NODE for one node."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class NodeExporter(Collector):
 
 
 def _unless_it_fails(samples: Iterable[Sample]) -> list[Sample]:
-    """None of a drive that does not answer: the others still count."""
+    """The samples; none if the drive does not answer, because the others still count."""
     try:
         return list(samples)
     except OSError as error:

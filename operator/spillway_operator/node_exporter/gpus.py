@@ -81,7 +81,7 @@ class GpuReader:
             yield from asked(nvml, self._of_gpu, nvml, index, handle) or ()
 
     def _of_gpu(self, nvml: Any, index: int, handle: Any) -> list[Sample]:
-        """Raises NVMLError for a GPU that is lost."""
+        """The samples of one GPU. Raises NVMLError if it is lost."""
         gpu, uuid = gpu_of(nvml, handle), nvml.nvmlDeviceGetUUID(handle)
         whole = (str(index), uuid, "")
         details = (gpu.name, self._numa_node(nvml, handle), str(gpu.pcie[0]), str(gpu.pcie[1]), str(gpu.num_nvlinks))
@@ -96,7 +96,7 @@ class GpuReader:
 
     @staticmethod
     def _parts(nvml: Any, whole: tuple[str, str, str], handle: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
-        """What pods can have of a GPU: its MIG instances, else all of it."""
+        """Yields what pods can have of a GPU, as (labels, handle): its MIG instances, else the whole GPU."""
         mode = asked(nvml, nvml.nvmlDeviceGetMigMode, handle)
         if not mode or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
             yield whole, handle
@@ -107,7 +107,7 @@ class GpuReader:
                 yield (*whole[:2], str(nvml.nvmlDeviceGetGpuInstanceId(instance))), instance
 
     def _numa_node(self, nvml: Any, handle: Any) -> str:
-        """Empty if it is not known."""
+        """The GPU's NUMA node; empty if it is not known."""
         pci = asked(nvml, nvml.nvmlDeviceGetPciInfo, handle)
         if pci is None:
             return ""

@@ -25,7 +25,7 @@ from spillway.metrics import (
 Sample = tuple[Metric, tuple[str, ...], float]
 """A series, values of its labels, and its value."""
 SECTOR_BYTES = 512
-"""Of the kernel's statistics, whatever the drive's own sectors are."""
+"""Unit of the kernel's statistics, whatever the size of the drive's own sectors."""
 SECTORS_WRITTEN = 6
 """Field of /sys/block/DRIVE/stat."""
 PRESSURE = (
@@ -34,7 +34,8 @@ PRESSURE = (
     (NODE_IO_STALLED, "io", "full"),
 )
 LIFE_FILES = ("device/life_time", "device/health_descriptor/life_time_estimation_a")
-"""Of eMMC and UFS: 0x01 = up to 10 % is used, 0x0b = more than 100 %. An NVMe drive tells it to root only."""
+"""Files with the wear of eMMC and UFS drives: 0x01 = up to 10 % is used, 0x0b = more than 100 %. An NVMe drive tells
+its wear to root only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,11 @@ class Drive:
     """A file system that takes spill files."""
 
     mountpoint: str
-    """On the node."""
+    """Mount point on the node."""
     path: Path
-    """Of the same file system, as this process sees it."""
+    """Path of the same file system, as this process sees it."""
     storage_class: str = ""
-    """Whose volumes lie on it; empty: emptyDirs do."""
+    """StorageClass whose volumes lie on it; empty: emptyDirs do."""
 
 
 def memory_samples(proc: Path, sys: Path) -> Iterator[Sample]:
@@ -63,7 +64,7 @@ def memory_samples(proc: Path, sys: Path) -> Iterator[Sample]:
 
 
 def drive_samples(drive: Drive, sys: Path) -> Iterator[Sample]:
-    """Of a drive that is mounted: a bare folder would show the root file system's figures."""
+    """Yields the samples of a drive, if it is mounted: a bare folder would show the root file system's figures."""
     if not os.path.ismount(drive.path):
         return
     found, number = os.statvfs(drive.path), os.stat(drive.path).st_dev
@@ -84,7 +85,7 @@ def _kilobytes(meminfo: Path) -> dict[str, int]:
 
 
 def _text(file: Path) -> str:
-    """Empty if it is not there or may not be read."""
+    """The file's text; empty if it does not exist or may not be read."""
     try:
         return file.read_text(encoding="ascii")
     except OSError:

@@ -268,7 +268,7 @@ class ProgressEndpoint:
                 f"attempt {sender.attempt}",
             )
         activations = None
-        if sender.attempt == sender.present_attempt:  # else only answered with the current attempt's number
+        if sender.attempt == sender.present_attempt:  # otherwise the answer is only the current attempt's number
             received = Received(report, sender.job_uid, sender.attempt, _now())
             now = self._clock()
             self._last_heard = ((sender.key, now), *(last for last in self._last_heard if last[0] != sender.key))[:2]

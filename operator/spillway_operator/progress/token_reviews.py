@@ -152,7 +152,7 @@ class TokenReviews:
 
     async def _bound_pod(self, namespace: str, name: str, uid: str) -> PodIdentity:
         if all(attempt.namespace != namespace for attempt in self._store.attempts):
-            # In namespaces that are not served pods may not be read; that rejection would look like an outage.
+            # Pods in namespaces that are not served may not be read, and that rejection would look like an outage.
             raise Forbidden(f"pod {namespace}/{name} does not belong to an attempt of a TrainingJob")
         try:
             metadata = (await self._client.get(PODS, namespace, name))["metadata"]

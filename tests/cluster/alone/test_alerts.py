@@ -1,9 +1,9 @@
-"""Faults on the test bed fire their alerts in a real Prometheus, and no other alert that is not declared inhibited; the
-runbook's commands then run.
+"""Faults on the test bed fire their alerts in a real Prometheus, and no other alert unless it is declared inhibited.
+Then the runbook's commands run.
 
-The clock of the alerts runs FASTER than the chart's: all their durations are divided. Not shown here, because the bed
-lacks what they need: alerts on series of kube-state-metrics and of the kubelet's volumes (SpillwayNodeLost, claims);
-tests/contract/test_alerts.py has cases for these.
+The alerts are FASTER than the chart's: all their durations are divided by it. Alerts on series of kube-state-metrics
+and of the kubelet's volumes (SpillwayNodeLost, claims) are not tested here, because the bed lacks these series;
+tests/contract/test_alerts.py has cases for them.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ pytestmark = pytest.mark.full
 
 FASTER = 20
 CLOCK = "fast"
-"""label of these alerts: the chart's own are evaluated, too"""
+"""label of the faster alerts, because Prometheus also evaluates the chart's own"""
 SECONDS = 180.0
 ACCOUNT = "faulty"
-"""not the account of the other tests, whose rights are held against their use"""
+"""another account than that of the other tests, because a test compares that account's rights with their use"""
 NO_LARGE_FILES = """
 import os, resource
 for process in filter(str.isdecimal, os.listdir("/proc")):
@@ -61,12 +61,13 @@ for process in filter(str.isdecimal, os.listdir("/proc")):
         if b"spillway_trainer" in file.read().split(bytes(1)):
             resource.prlimit(int(process), resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 """
-"""the kernel rejects what the ranks of a pod write beyond the first MiB of a file"""
+"""Python code that makes the kernel reject what the ranks of a pod write beyond the first MiB of a file"""
 CHANGES_SOMETHING = ("kubectl edit", "kubectl cordon", "kubectl uncordon", "kubectl rollout", "kubectl delete")
 
 
 def faster(text: str) -> str:
-    """A duration of a rule, or an expression's durations and limits in seconds: limits of 100 and more are seconds."""
+    """Divides a rule's duration, or an expression's durations and limits in seconds, by FASTER. Limits of 100 and more
+    are taken as seconds."""
     in_seconds = {"s": 1, "m": 60, "h": 3600}
 
     def shorter(found: re.Match[str]) -> str:
@@ -78,7 +79,7 @@ def faster(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def fast(testbed: Bed) -> Iterator[Bed]:
-    import alerts  # charts/: on the path by conftest
+    import alerts  # from charts/, which conftest adds to the path
 
     rules = copy.deepcopy(alerts.as_json())
     rules["groups"][0] |= {"name": "fast", "interval": "1s"}
@@ -91,14 +92,15 @@ def fast(testbed: Bed) -> Iterator[Bed]:
 
 
 def firing(bed: Bed, **labels: str) -> dict[str, Document]:
-    """Name -> labels of the alerts that fire and have these labels."""
+    """Name -> labels of each alert that fires and has these labels."""
     chosen = ",".join(f'{name}="{value}"' for name, value in {"clock": CLOCK, **labels}.items())
     found = bed.query(f'ALERTS{{alertstate="firing",{chosen}}}')
     return {one.labels["alertname"]: dict(one.labels) for one in found}
 
 
 def fires(bed: Bed, name: str, beside: frozenset[str] = frozenset(), **labels: str) -> None:
-    """The alert does, and of those with these labels no other one but `beside` and what the runbook mutes."""
+    """Waits until alert `name` fires; asserts that no other alert with these labels does, except `beside` and those
+    that the runbook mutes. Then runs the runbook's commands."""
     found: dict[str, Document] = {}
 
     def reached() -> bool:
@@ -113,7 +115,8 @@ def fires(bed: Bed, name: str, beside: frozenset[str] = frozenset(), **labels: s
 
 
 def run_the_runbook(bed: Bed, alert: Document) -> None:
-    """Every command of the alert's section that only looks ends well."""
+    """Asserts that every command in the alert's section succeeds, except those that change something or need other
+    placeholders."""
     environment = {
         "KUBECONFIG": str(bed.kubeconfig), "HOME": str(bed.state.data),
         "PATH": os.pathsep.join(map(str, (REPOSITORY / ".venv" / "bin", bed.state.bin, "/usr/bin", "/bin"))),
@@ -129,7 +132,7 @@ def run_the_runbook(bed: Bed, alert: Document) -> None:
 
 
 def trains(spillway: Installed, namespace: str, job: Document) -> str:
-    """Create it; the name of a pod of it, once it trains."""
+    """Creates a job and waits until it trains; returns the name of one of its pods."""
     spillway.create(job)
     name = job["metadata"]["name"]
     spillway.until(lambda found: found["status"].get("progress", {}).get("step", 0) > 5, namespace, name)
@@ -138,7 +141,7 @@ def trains(spillway: Installed, namespace: str, job: Document) -> str:
 
 
 def test_a_rank_that_hangs(fast: Bed, spillway: Installed, namespace: str) -> None:
-    """One of two: the other waits for it, and its exporter says since when."""
+    """One rank of two hangs: the other waits for it, and its exporter reports since when."""
     fast.claim("two-pod", namespace)
     job = example("two-pod", namespace, training__steps=LONG)
     pod = trains(spillway, namespace, job)
@@ -152,9 +155,9 @@ def test_a_job_that_runs_out_of_memory_again(fast: Bed, spillway: Installed, nam
     job = named(example("one-pod", namespace, checkpoint__claim=None, training__steps=LONG), "filled")
     pod = trains(spillway, namespace, job)
     for attempt in (1, 2):
-        # The kernel may take the neighbours before the rank: then once more.
+        # The kernel may kill the other processes before the rank; then the memory is filled again.
         while spillway.job(namespace, "filled")["status"]["attempts"]["total"] == attempt:
-            with suppress(Failed):  # the neighbours end with their container
+            with suppress(Failed):  # the other processes end with their container
                 fast.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", FILL)
         found = spillway.until(
             lambda found: found["status"].get("progress", {}).get("step", 0) > 0, namespace, "filled", SECONDS
@@ -182,8 +185,8 @@ def test_a_checkpoint_volume_that_rejects_writes(fast: Bed, spillway: Installed,
 
 
 def test_a_spill_drive_that_rejects_writes(fast: Bed, spillway: Installed, namespace: str) -> None:
-    """As a drive does that has failed: from now on the kernel rejects what goes beyond the spill file's first MiB. It
-    stays in host memory, and the job goes on."""
+    """The kernel rejects writes beyond the spill file's first MiB, as a failed drive does. The data stay in host
+    memory, and the job continues."""
     job = example(
         "one-pod", namespace, checkpoint={"everySteps": LONG}, training__steps=LONG,
         memory__budget={"device": "34Mi", "host": "256Mi", "nvme": "512Mi"},
@@ -202,7 +205,7 @@ def test_a_spill_drive_that_rejects_writes(fast: Bed, spillway: Installed, names
 
 
 def expired_certificate() -> dict[str, str]:
-    """Of the progress endpoint, since yesterday."""
+    """A certificate of the progress endpoint that expired yesterday."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "expired")])
     now = datetime.datetime.now(datetime.UTC)
@@ -227,7 +230,7 @@ def expired_certificate() -> dict[str, str]:
 
 @contextmanager
 def proxied() -> Iterator[str]:
-    """The URL of Prometheus through a proxy, which is gone afterwards."""
+    """Yields the URL of a proxy of Prometheus, which is closed at the end."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -247,7 +250,7 @@ def proxied() -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nobody reads it."""
+            """Logs nothing, because nobody would read it."""
 
     server = ThreadingHTTPServer((ADDRESS, 0), Handler)
     server.daemon_threads = True
@@ -262,7 +265,7 @@ def proxied() -> Iterator[str]:
 def test_an_operator_with_an_expired_certificate_without_metrics_and_without_a_right(
     fast: Bed, spillway: Installed, operator_image: OperatorImage, namespace: str
 ) -> None:
-    before = frozenset(firing(fast))  # of the tests before
+    before = frozenset(firing(fast))  # alerts of earlier tests
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "expired", "namespace": SYSTEM_NAMESPACE}}
     fast.apply({**secret, "type": "kubernetes.io/tls", "stringData": expired_certificate()})
     try:

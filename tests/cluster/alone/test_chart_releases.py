@@ -1,10 +1,10 @@
-"""A release's life with jobs running, by Helm 3 and Helm 4: an earlier chart, upgrade, rollback, uninstall, once more.
+"""A release's life while jobs run, with Helm 3 and Helm 4: an earlier chart, upgrade, rollback, uninstall, reinstall.
 
 The earlier chart is frozen in tests/fixtures/chart-0.0.9; its CRD lacks `spec.lifecycle.stallSeconds` and a few status
-fields, and its roles a right. Both charts run the operator of this checkout: no image of an earlier one is kept.
+fields, and its roles lack a right. Both charts run the operator of this checkout, because no earlier image is kept.
 
-In `make test-cluster` Helm 4 goes with fake pods; under SPILLWAY_DEPTH=all Helm 3 and Helm 4 go with trainers on
-the real kubelet, and through ten upgrades and ten rollbacks each.
+`make test-cluster` tests Helm 4 with fake pods. SPILLWAY_DEPTH=all tests Helm 3 and Helm 4 with trainers on the real
+kubelet, and with ten upgrades and ten rollbacks each.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from testbed.layout import REPOSITORY
 
 EARLIER = REPOSITORY / "tests" / "fixtures" / "chart-0.0.9"
 ROUNDS = 10 if FULL else 1
-"""upgrades, and as many rollbacks"""
+"""number of upgrades, and of rollbacks"""
 FAKE = tuple(f"fake-{index}" for index in range(5))
 TRAINS, ENDS, SLEEPS, DONE = "trains", "ends-alone", "sleeps", "done"
 TRAINERS = (TRAINS, ENDS)
 CRDS = {f"{plural}.spillway.dev" for plural in ("trainingjobs", "memoryprofiles", "nodeprofiles", "operatorconfigs")}
 CERTIFICATE = f"{RELEASE}-progress-tls"
 ACCOUNT = "released"
-"""not the account of the other tests, whose rights are held against their use: an operator that is being uninstalled
-loses its own before it has ended"""
+"""another account than that of the other tests, because a test compares that account's rights with their use, and an
+operator that is being uninstalled loses its rights before it ends"""
 ACCOUNT_SET = ("--set", f"serviceAccount.name={ACCOUNT}")
 USER = f"system:serviceaccount:{SYSTEM_NAMESPACE}:{ACCOUNT}"
 QUIET_SECONDS = 5.0
 SECONDS = 300.0
-"""for each change to be seen: a busy machine takes its time"""
+"""limit for each change to be seen, on a busy machine"""
 TIMEOUT = f"{int(SECONDS)}s"
 COMES_AND_GOES = ("Event", "Endpoints", "EndpointSlice", "Lease", "IPAddress", "APIService")
-"""kinds that the cluster itself makes and removes (an APIService per group of CRDs); those of the release's namespace
-count nevertheless"""
+"""kinds that the cluster itself creates and removes (an APIService per group of CRDs); except Events, objects of these
+kinds still count in the release's namespace"""
 KEPT = ("CustomResourceDefinition", "Secret")
 
 Named = tuple[str, str, str]
@@ -76,17 +76,17 @@ class Seen:
 
 @dataclass
 class Life:
-    """What was seen after each stage, by job."""
+    """The observations of a release's life."""
 
     stages: dict[str, dict[str, Seen]] = field(default_factory=dict)
     writes_when_quiet: dict[str, list[str]] = field(default_factory=dict)
     unknown_field: str = ""
-    """what the API server said to the new field under the earlier chart"""
+    """the API server's message about the new field under the earlier chart"""
     patched: int = 0
     left: set[Named] = field(default_factory=set)
     left_without_keep: set[Named] = field(default_factory=set)
     second_release: str = ""
-    """what Helm said to another release beside this one"""
+    """Helm's message about a second release in the same cluster"""
     seconds: float = 0.0
 
 
@@ -100,7 +100,7 @@ class Release:
         self._do("install", name, chart, "--values", self.values, *ACCOUNT_SET, *settings)
 
     def upgrade(self, *settings: str) -> None:
-        """As docs/install.md says: the values that were given stay, the others are the present chart's."""
+        """Upgrades as docs/install.md says: values that were given stay, and the others are the present chart's."""
         self._do("upgrade", RELEASE, CHART, "--reset-then-reuse-values", *settings)
 
     def _do(self, *arguments: str | Path) -> None:
@@ -116,11 +116,11 @@ class Release:
         self.bed.helm("uninstall", RELEASE, "--namespace", SYSTEM_NAMESPACE, *waiting, program=self.program)
 
 
-# --- what is there ----------------------------------------------------------------------------------------------------
+# --- contents of the cluster ------------------------------------------------------------------------------------------
 
 
 def everything(bed: Bed, but: str) -> set[Named]:
-    """Every object of the cluster, but those of one namespace and those that come and go by themselves."""
+    """Every object of the cluster, except those in namespace `but` and those that come and go by themselves."""
     kinds = bed.kubectl("api-resources", "--verbs=list", "-o", "name").split()
     columns = "K:.kind,S:.metadata.namespace,N:.metadata.name,D:.metadata.deletionTimestamp"
     listed = bed.kubectl("get", ",".join(sorted(kinds)), "-A", "--no-headers", "-o", f"custom-columns={columns}")
@@ -133,7 +133,7 @@ def everything(bed: Bed, but: str) -> set[Named]:
 
 
 def none_there(bed: Bed, program: str) -> None:
-    """No release, none of its namespace, no CRD."""
+    """Removes the release and its CRDs, and replaces its namespace by an empty one."""
     Release(bed, program, Path()).uninstall()
     bed.kubectl("delete", "namespace", SYSTEM_NAMESPACE, "--ignore-not-found", f"--timeout={TIMEOUT}")
     bed.kubectl("delete", "crd", *CRDS, "--ignore-not-found", f"--timeout={TIMEOUT}")
@@ -143,7 +143,8 @@ def none_there(bed: Bed, program: str) -> None:
 
 
 def left_behind(bed: Bed, before: set[Named], but: str) -> set[Named]:
-    """What is there and was not, once the cluster has collected what the release's objects owned."""
+    """The objects that are there and were not before, once the cluster has collected those that the release's objects
+    owned."""
     deadline = time.monotonic() + SECONDS
     while True:
         left = everything(bed, but) - before
@@ -210,9 +211,9 @@ def lived(bed: Bed, image: OperatorImage, program: str, namespace: str, trainers
     life.second_release = second_release(release)
     release.upgrade("--set", "crds.enabled=false")
     look(life, spillway, namespace, "without CRDs in the release")
-    # CRDs that left a release are somebody else's to Helm, until it is told otherwise.
+    # To Helm, CRDs that left a release belong to somebody else until it is told to take them.
     release.upgrade("--set", "crds.enabled=true,crds.keep=false", "--take-ownership")
-    # As docs/install.md says: what a job owns goes with the job, but not for sure with the CRD.
+    # As docs/install.md says: children are surely deleted with their job, but not with the CRD.
     bed.kubectl(
         "delete", "trainingjobs.spillway.dev", "--all", "-n", namespace, "--cascade=foreground", f"--timeout={TIMEOUT}"
     )
@@ -237,7 +238,7 @@ def create_jobs(spillway: Installed, namespace: str, trainers: bool) -> None:
     if trainers:
         for name in TRAINERS:
             spillway.until(lambda job: job["status"].get("progress", {}).get("step", 0) > 0, namespace, name, SECONDS)
-            if name == ENDS:  # as long as there is an operator; it goes on without one
+            if name == ENDS:  # stopped while there is an operator; it continues without one
                 spillway.signal(namespace, ENDS, "SIGSTOP")
     for name in FAKE:
         spillway.wait(namespace, name, "Running", SECONDS)
@@ -246,7 +247,7 @@ def create_jobs(spillway: Installed, namespace: str, trainers: bool) -> None:
 
 
 def as_earlier(job: Document) -> Document:
-    """As the earlier schema has it."""
+    """A job in the form of the earlier schema."""
     spec = dict(job["spec"])
     pod = spec.pop("pod", {})
     spec |= {"resources": pod.get("resources", {}), "podOverrides": {"annotations": pod.get("annotations", {})}}
@@ -260,7 +261,7 @@ def ends_at_once(job: Document) -> Document:
 
 
 def refused_field(spillway: Installed, namespace: str) -> str:
-    """What the API server says to a manifest of the present version."""
+    """The API server's refusal of a manifest of the present version; empty if it accepts it."""
     job = named(example("one-pod", namespace, checkpoint__claim=None, lifecycle={"stallSeconds": 60}), "too-new")
     try:
         spillway.create(job)
@@ -270,11 +271,12 @@ def refused_field(spillway: Installed, namespace: str) -> str:
 
 
 def look(life: Life, spillway: Installed, namespace: str, stage: str, trainers: bool = False) -> None:
-    """Record what is seen once the operator that is there now has heard of a new step, and has looked at every job."""
+    """Records the jobs of a stage once the present operator has received a new step (with `trainers`) and has looked at
+    every job."""
     if trainers:
         last = max(jobs[TRAINS].step for jobs in life.stages.values())
         spillway.until(lambda job: job["status"]["progress"]["step"] > last, namespace, TRAINS, SECONDS)
-    time.sleep(1.0)  # what a new operator has to say it says at once
+    time.sleep(1.0)  # a new operator writes at once what it has to write
     life.stages[stage] = seen(spillway, namespace)
 
 
@@ -287,7 +289,8 @@ def keeps_quiet(life: Life, spillway: Installed, namespace: str, stage: str) -> 
 
 
 def second_release(release: Release) -> str:
-    """Refused, because the CRDs are another release's; allowed when they are left to it, or taken."""
+    """Tries a second release, which is refused because the CRDs belong to the first one, and allowed without CRDs or if
+    it takes them; returns the refusal."""
     apart = ("--dry-run=server", "--set", "serviceAccount.name=other")
     try:
         release.install(CHART, *apart, name="other")
@@ -363,7 +366,7 @@ def test_an_operator_whose_crd_lacks_its_fields_does_not_write_for_ever(life: Li
 
 
 def test_uninstall_leaves_only_the_crds_and_the_certificate(life: Life) -> None:
-    """Running trainers trust the certificate."""
+    """The certificate is kept because running trainers trust it."""
     crds = {("CustomResourceDefinition", "", name) for name in CRDS}
     assert life.left == crds | {("Secret", SYSTEM_NAMESPACE, CERTIFICATE)}
 

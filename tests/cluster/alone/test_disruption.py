@@ -1,8 +1,9 @@
-"""What is done to a job from outside, on the real cluster: a node that is lost, no API server, deletions, drains.
+"""Disruptions of a job from outside, on the real cluster: a lost node, no API server, deletions, drains.
 
-The lost node is `node-1`, a second containerd and kubelet on this machine in a mount namespace and cgroups of their own
-(hack/testbed/second_node.py). Its kubelet is killed with kill -9 and its containers live on: they are the zombies.
-The next attempt runs on `node-0`, on the same claim. Reduced in `make test-cluster`; SPILLWAY_DEPTH=all runs all of it.
+The lost node is `node-1`, a second containerd and kubelet on this machine, with a mount namespace and cgroups of their
+own (hack/testbed/second_node.py). Its kubelet is killed with kill -9, but its containers continue to run: they are the
+zombies. The next attempt runs on `node-0`, with the same claim. `make test-cluster` runs a reduced form;
+SPILLWAY_DEPTH=all runs everything.
 """
 
 from __future__ import annotations
@@ -43,28 +44,30 @@ from testbed.layout import ADDRESS, NODE, PROMETHEUS, REPOSITORY, SECOND_NODE
 from testbed.machine import pod_cgroups
 
 TRIALS, AT_ONCE = (30, 3) if FULL else (1, 1)
-"""jobs on the node that is lost: so many trials share one loss"""
+"""number of trials, and of trials (jobs) that share one loss of the node"""
 DELETIONS, OF_EACH_JOB = (100, 5) if FULL else (4, 2)
 OUTAGE_SECONDS = 60.0 if FULL else 30.0
 SEED = 20261122
 SLOW = 300.0
-"""seconds: for what takes ten on a machine that is busy with something else"""
+"""limit in seconds for what takes ten on an idle machine"""
 CONVERGENCE_SECONDS = 30.0 if FULL else SLOW
 LOST_STEPS, HELD_STEP = (90, 45) if FULL else (40, 20)
-"""a zombie that gets so far before the next attempt begins is stopped: it cannot complete before it is fenced"""
+"""steps of a job, and the step at which a zombie is stopped if the next attempt has not begun, so that it cannot
+complete before it is fenced"""
 METRICS_PORT = OperatorFacts(trainer_image="").metrics_port
 TEXT_BYTES = 200_000
-"""of this repository's documentation: a corpus of it is there in a second"""
+"""size of the text, from this repository's documentation; its corpus is built in a second"""
 AT_ONCE_GONE = [
     {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
     for key in ("not-ready", "unreachable")
 ]
-"""the operator would wait a minute before it gives the node up: the rules are the same, and trials are quicker"""
+"""tolerations of one second; with the operator's own, it would wait a minute before it gives the node up. The rules are
+the same, and trials are quicker."""
 
 
 @pytest.fixture(scope="module")
 def two_nodes(spillway: Installed) -> Iterator[Installed]:
-    """node-1 beside node-0, taken away again."""
+    """Adds node-1 to node-0 for the module's tests, and removes it at the end."""
     spillway.bed.restart(replace(WANTED, second_node=True))
     try:
         yield spillway
@@ -102,7 +105,7 @@ def alerted(bed: Bed, name: str, namespace: str) -> bool:
 
 
 def on_claim(spillway: Installed, namespace: str, name: str, **changes: object) -> tuple[Document, Path]:
-    """A job with a claim of its own for text and checkpoints, and the folder behind it."""
+    """A job with its own claim for text and checkpoints, and the claim's folder."""
     folder = spillway.bed.claim(name, namespace)
     write_text(folder)
     job = example("one-pod", namespace, checkpoint__claim=name, **changes)
@@ -116,7 +119,7 @@ def write_text(folder: Path) -> None:
 
 
 def run_directory(folder: Path, name: str) -> Path | None:
-    """The folder of the run's checkpoints, once its first attempt has made it."""
+    """The folder of the run's checkpoints; None until its first attempt has made it."""
     return next((path for path in folder.iterdir() if path.name.startswith(f"{name}-")), None)
 
 
@@ -126,7 +129,7 @@ def commits(directory: Path | None, epoch: int) -> list[CheckpointName]:
 
 
 def trainers(node: str, pod: Document) -> list[int]:
-    """The ranks of a pod on one of this machine's nodes, by its cgroup."""
+    """Process ids of a pod's ranks on one of this machine's nodes, found by the pod's cgroup."""
     uid, found = pod["metadata"]["uid"], set()
     for folder in pod_cgroups("kubepods" if node == NODE else node):
         for file in folder.rglob(f"*{uid}*/**/cgroup.procs"):
@@ -150,12 +153,12 @@ def is_alive(pid: int) -> bool:
 
 @dataclass(slots=True)
 class Trial:
-    """One job, whose first attempt is on the node that is lost."""
+    """A job whose first attempt is on the node that is lost."""
 
     name: str
     folder: Path
     release_seconds: float
-    """from the start of the next attempt's pod, when the zombie was held until then"""
+    """time from the start of the next attempt's pod until a held zombie is released"""
     pod: Document
     zombie: int
     log: Path
@@ -164,7 +167,7 @@ class Trial:
     released: bool = False
     released_at: float | None = None
     together: bool = False
-    """a rank of the old epoch and one of the new one were alive at the same time, after the new epoch had begun"""
+    """whether a rank of the old epoch was alive after the new epoch had begun"""
 
     @property
     def directory(self) -> Path | None:
@@ -181,7 +184,7 @@ class Trial:
         return path if path and path.exists() else None
 
     def look(self, next_began: float | None) -> None:
-        """Hold the zombie before it could complete; let it go on around the time when the next epoch begins."""
+        """Stops the zombie before it can complete; continues it around the time when the next epoch begins."""
         if not self.held and not self.released and self.step >= HELD_STEP and is_alive(self.zombie):
             self.held = True
             os.kill(self.zombie, signal.SIGSTOP)
@@ -193,7 +196,7 @@ class Trial:
 
 
 def lose_a_node(spillway: Installed, namespace: str, first: int, moments: random.Random) -> list[Trial]:
-    """AT_ONCE trials: jobs that train on node-1, its kubelet killed, all of them Complete in the end on node-0."""
+    """Makes AT_ONCE trials: jobs train on node-1, its kubelet is killed, and all jobs complete on node-0."""
     bed, state = spillway.bed, spillway.bed.state
     names = [f"lost-{number}" for number in range(first, first + AT_ONCE)]
     changes = {"training__steps": LOST_STEPS, "checkpoint__everySteps": 1, "scheduling__tolerations": AT_ONCE_GONE}
@@ -233,7 +236,8 @@ def lose_a_node(spillway: Installed, namespace: str, first: int, moments: random
 
 
 def assert_fenced(spillway: Installed, namespace: str, trial: Trial) -> str:
-    """The lineage of the finished run, and how the zombie ended; a line that says so."""
+    """Asserts that the finished run has the right lineage, and that the zombie was fenced; returns a line that says
+    so."""
     directory, fence = trial.directory, trial.fence
     assert directory is not None and fence is not None, f"{trial.name}: the second epoch never began"
     base = CheckpointName.parse(unseal(fence.read_bytes())["resumes_from"])
@@ -243,7 +247,7 @@ def assert_fenced(spillway: Installed, namespace: str, trial: Trial) -> str:
     attempts = status["attempts"]
     assert (attempts["total"], attempts["restarts"], attempts["disruptions"]) == (2, 0, 1), attempts
     assert verify(directory) == []
-    # Whoever resumes now gets what epoch 2 committed, whatever the zombie left.
+    # An attempt that resumes now uses what epoch 2 committed, whatever the zombie left.
     found = choose_resume(directory).checkpoint
     last = base if base.step == LOST_STEPS else CheckpointName(epoch=2, step=LOST_STEPS)
     assert found is not None and found.manifest.name == last
@@ -279,7 +283,7 @@ def test_what_a_zombie_on_a_lost_node_commits_is_never_resumed(two_nodes: Instal
         trials += found
         for trial in found:
             spillway.bed.kubectl("delete", "trainingjobs.spillway.dev", trial.name, "-n", namespace, "--wait=false")
-    if FULL:  # it is up to chance, in three trials of four
+    if FULL:  # left to chance, in three trials of four
         assert any(trial.together for trial in trials), "no two trainers were ever alive at once: nothing was shown"
     spillway.bed.restart(replace(WANTED, second_node=True))
 
@@ -288,7 +292,7 @@ def test_what_a_zombie_on_a_lost_node_commits_is_never_resumed(two_nodes: Instal
 
 
 def trained_steps(pod: Document) -> int:
-    """What the trainer itself says, on its own port: nothing of the cluster is asked."""
+    """The step that the trainer itself reports on its own port, without asking the cluster."""
     url = f"http://{pod['status']['podIP']}:{METRICS_PORT}/metrics"
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as answer:
@@ -299,7 +303,7 @@ def trained_steps(pod: Document) -> int:
 
 
 def trains(spillway: Installed, namespace: str, name: str, beyond: int = 0) -> Document:
-    """The pod of its attempt, once it has trained more than `beyond` steps."""
+    """Waits until the job has trained more than `beyond` steps; returns the pod of its attempt."""
     pods: list[Document] = []
 
     def does() -> bool:
@@ -327,10 +331,10 @@ def test_training_goes_on_without_an_api_server_and_all_is_told_afterwards(spill
     pods = {name: trains(spillway, namespace, name) for name in ("ending", "lasting")}
     node = pods["ending"]["spec"]["nodeName"]
     held = trainers(node, pods["ending"])
-    for pid in held:  # it is to end while nobody can be told
+    for pid in held:  # it shall end while the API server is down
         os.kill(pid, signal.SIGSTOP)
-    # Those that elect leaders end when they lose their leases, and begin anew: with old watches they would sleep for a
-    # minute, and call every node lost.
+    # Components that elect leaders end when they lose their leases, and are restarted here: with their old watches they
+    # would sleep for a minute and then consider every node lost.
     for component in ("kube-apiserver", "kube-controller-manager", "kube-scheduler"):
         bed.kill(component)
     went = time.monotonic()
@@ -363,15 +367,16 @@ def test_training_goes_on_without_an_api_server_and_all_is_told_afterwards(spill
     ]
 
 
-# --- pods are taken away ----------------------------------------------------------------------------------------------
+# --- pods are deleted -------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Deleted:
-    """One deletion of a training pod, and what came of it."""
+    """A deletion of a training pod, and its outcome."""
 
     committed: bool
-    """a checkpoint of this attempt, of the step that it had reached or a later one, within the grace period"""
+    """whether, within the grace period, the attempt committed a checkpoint of the step that it had reached or of a
+    later one"""
     step: int
     seconds: float
     reason: str
@@ -379,7 +384,8 @@ class Deleted:
 
 
 def delete_and_see(spillway: Installed, namespace: str, name: str, folder: Path, beyond: int) -> Deleted:
-    """Delete the job's pod once it has trained beyond a step; what was committed, and what it was charged to."""
+    """Deletes the job's pod once it has trained beyond a step; returns what was committed, and how the end was
+    counted."""
     pod = trains(spillway, namespace, name, beyond)
     attempt, grace = (
         int(pod["metadata"]["labels"]["spillway.dev/attempt"]),
@@ -399,7 +405,7 @@ def delete_and_see(spillway: Installed, namespace: str, name: str, folder: Path,
 
 @pytest.mark.ci
 def test_a_deleted_pod_commits_within_its_grace_and_is_no_failure(spillway: Installed, namespace: str) -> None:
-    """Few deletions of each job: the pauses between attempts that are short in a row grow."""
+    """Each job has few deletions, because pauses grow between attempts that are short several times in a row."""
     of_each, at_once = OF_EACH_JOB, 4 if FULL else 2
     print(f"\n{DELETIONS} deletions{'' if FULL else ' of 100 (SPILLWAY_DEPTH=all)'}, {at_once} jobs at once")
     seen: list[Deleted] = []
@@ -447,7 +453,8 @@ def test_one_deleted_pod_of_two_stops_both_ranks_at_a_checkpoint(spillway: Insta
 
 @pytest.mark.full
 def test_a_pod_deleted_before_its_first_step_costs_nothing(spillway: Installed, namespace: str) -> None:
-    """While it imports torch or prepares the text: there is nothing to save, and nothing to complain of."""
+    """The pod is deleted while it imports torch or prepares the text: there is nothing to save, and this is no
+    failure."""
     for number, seconds in enumerate((0.0, 1.0, 3.0)):
         job, _ = on_claim(spillway, namespace, f"early-{number}", training__steps=LONG)
         name = job["metadata"]["name"]
@@ -469,7 +476,7 @@ def test_a_pod_deleted_before_its_first_step_costs_nothing(spillway: Installed, 
 
 @pytest.mark.full
 def test_sigterm_sent_twice_while_a_checkpoint_is_written_leaves_it_whole(spillway: Installed, namespace: str) -> None:
-    """A checkpoint after every step: a request comes while one is written, more often than not."""
+    """Checkpoints follow every step, so that most requests to stop come while one is written."""
     job, folder = on_claim(spillway, namespace, "twice", training__steps=LONG, checkpoint__everySteps=1)
     spillway.create(job)
     pod = trains(spillway, namespace, "twice", 2)
@@ -527,24 +534,25 @@ def test_a_pod_that_fills_its_disk_is_evicted_and_the_job_says_so(spillway: Inst
     assert "ephemeral" in failed["message"] or "emptyDir" in failed["message"]
 
 
-# --- a Prometheus that is away, or lies -------------------------------------------------------------------------------
+# --- a Prometheus that is down or lies --------------------------------------------------------------------------------
 
 
 @contextmanager
 def served(answer: Callable[[], tuple[int, bytes]], port: int = 0) -> Iterator[str]:
-    """The address of an HTTP server on the bridge, every answer of which is `answer()`: status code and body."""
+    """Yields the address of an HTTP server on the bridge that answers every request with `answer()`: status code and
+    body."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             code, body = answer()
-            with suppress(OSError):  # whoever asked has gone
+            with suppress(OSError):  # the client has closed the connection
                 self.send_response(code)
                 self.send_header("Content-Type", "text/plain; version=0.0.4")
                 self.end_headers()
                 self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nobody reads it."""
+            """Logs nothing, because nobody would read it."""
 
     server = http.server.ThreadingHTTPServer((ADDRESS, port), Handler)
     server.daemon_threads = True
@@ -557,11 +565,11 @@ def served(answer: Callable[[], tuple[int, bytes]], port: int = 0) -> Iterator[s
 
 
 VALUES = {"negative": "-1", "no number": "NaN", "huge": "1e300", "no room": "0", "wrong labels": "1e9"}
-"""of every series that is asked for, on each of the fake nodes"""
+"""fault -> value of every queried series, on each of the fake nodes"""
 
 
 def lie(fault: str) -> tuple[int, bytes]:
-    """A named fault in place of Prometheus's answer."""
+    """The answer of a Prometheus with this fault."""
     if fault == "never answers":
         time.sleep(30)
     if fault == "answers 500":
@@ -584,13 +592,14 @@ FAULTS = {
     "answers 500": "False", "answers nonsense": "False", "answers without end": "False", "never answers": "False",
     "huge": "True", "no room": "True",
 }  # fmt: skip
-"""what is wrong -> status of MetricsAvailable. The last two are byte counts, and can only order the nodes."""
+"""fault -> expected status of MetricsAvailable. The last two are valid byte counts, which can only reorder the
+nodes."""
 TRIED = FAULTS if FULL else {fault: FAULTS[fault] for fault in ("away", "no number", "never answers", "no room")}
 ALLOWED_DELAY_SECONDS = 1.0
 
 
 def start_seconds(spillway: Installed, namespace: str, name: str) -> float:
-    """From creation to the attempt's Job, for a job on the fake nodes."""
+    """Creates a job on the fake nodes; returns the seconds until its attempt's Job exists."""
     job = on_fake_nodes(named(example("one-pod", namespace, checkpoint__claim=None), name))
     job["spec"]["pod"] |= {
         "annotations": {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}
@@ -613,7 +622,7 @@ def test_whatever_prometheus_says_no_job_is_delayed_moved_or_ended(spillway: Ins
             now["fault"] = fault
             if number == 1:
                 liar.enter_context(served(lambda: lie(now["fault"]), int(PROMETHEUS.rpartition(":")[2])))
-            time.sleep(6)  # three readings
+            time.sleep(6)  # three readings of the operator
             names = [f"fault-{number}-{each}" for each in range(2)]
             delay = min(start_seconds(spillway, namespace, name) for name in names) - usual
             found = spillway.until(lambda job: job["status"].get("state") == "Running", namespace, names[0], SLOW)
@@ -633,7 +642,8 @@ def test_whatever_prometheus_says_no_job_is_delayed_moved_or_ended(spillway: Ins
 
 
 def test_an_exporter_that_claims_another_jobs_labels_is_not_believed(spillway: Installed, namespace: str) -> None:
-    """The labels that say whose a series is come from the scrape target; the operator's own queries see none of it."""
+    """The labels that identify a series' job come from the scrape target, so the operator's queries do not see the
+    claims."""
     claimed = f'{TIER_BYTES.name}{{namespace="{namespace}",pod="victim-1-0",node="fake-000",tier="host"}} 9e15\n'
     hostile = f'node_memory_MemAvailable_bytes{{node="fake-000"}} 9e15\n{claimed}'
     with served(lambda: (200, hostile.encode())) as address:

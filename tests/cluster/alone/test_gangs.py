@@ -1,15 +1,15 @@
-"""Gangs without a queue, on a node whose free cores nobody else takes meanwhile."""
+"""Gangs without a queue, on a node whose free cores nobody else uses meanwhile."""
 
 from __future__ import annotations
 
 from harness.installed import Installed, changed, example, named
 
 SECONDS = 600.0
-"""for each job: two of them share what is enough for one and a half"""
+"""limit for each job; two jobs share what is enough for one and a half"""
 
 
 def test_two_gangs_on_capacity_for_one_and_a_half_both_complete(spillway: Installed, namespace: str) -> None:
-    """Without a queue: each gets nodes for one or two of its pods, and the younger gives them back."""
+    """Each gang gets places for one or two of its pods, and the younger gang gives its places back."""
     since = spillway.bed.audit_position()
     made = []
     for name in ("older", "younger"):
@@ -33,7 +33,7 @@ def test_two_gangs_on_capacity_for_one_and_a_half_both_complete(spillway: Instal
 
 
 def _two_fifths_of_the_node(spillway: Installed) -> str:
-    """CPU that three pods fit the free rest of the real node and four do not."""
+    """A CPU request with which three pods, but not four, fit on the free cores of the real node."""
     node = spillway.bed.get("node", "node-0")
     cores = node["status"]["allocatable"]["cpu"]
     total = int(cores[:-1]) if cores.endswith("m") else int(cores) * 1000

@@ -1,4 +1,4 @@
-"""Two operators: one writes. Hand-over, a leader that stands still, a new version in mid-run."""
+"""Two operators, of which only one writes: hand-over, a leader that is frozen, a new version during a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spillway_operator.kube.lease import LEASE_SECONDS
 from testbed.client import Request
 
 SECONDS = 180.0
-"""for the cluster to do what it does in a few, on a busy machine"""
+"""limit on a busy machine for what usually takes a few seconds"""
 
 
 def fake_job(namespace: str, name: str) -> Document:
@@ -29,7 +29,7 @@ def fake_job(namespace: str, name: str) -> Document:
 
 
 def writes_beside_the_leader(spillway: Installed, since: int) -> list[Request]:
-    """Writes of a pod that was not the last to write the Lease."""
+    """Writes of pods that were not the last to write the Lease."""
     asked = [request for request in spillway.bed.requests(since, OPERATOR_USER) if request.mutating and request.pod]
     leader, found = None, []
     for request in sorted(asked, key=lambda request: request.at):
@@ -41,14 +41,14 @@ def writes_beside_the_leader(spillway: Installed, since: int) -> list[Request]:
 
 
 def served_by_the_new_leader(spillway: Installed, namespace: str, name: str, began: float) -> float:
-    """Seconds since `began` until a new job has its status."""
+    """Creates a job; returns the seconds from `began` until it has a status."""
     spillway.create(fake_job(namespace, name))
     spillway.until(lambda job: "state" in job["status"], namespace, name, SECONDS)
     return time.monotonic() - began
 
 
 def address(spillway: Installed) -> list[str]:
-    """Where posts of progress go."""
+    """The addresses to which progress reports are sent."""
     path = f"/apis/discovery.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/endpointslices"
     slices = [
         found
@@ -98,7 +98,7 @@ def test_leader_paused_beyond_its_lease_writes_nothing_when_resumed(spillway: In
     names = ["before", "meanwhile", "after"]
     first, since = spillway.leader(), spillway.bed.audit_position()
     process = spillway.bed.container_process(SYSTEM_NAMESPACE, first)
-    spillway.create(fake_job(namespace, "before"))  # it stops with work to do
+    spillway.create(fake_job(namespace, "before"))  # it is frozen with work to do
     os.kill(process, signal.SIGSTOP)
     began = time.monotonic()
     try:
@@ -119,7 +119,7 @@ def test_leader_paused_beyond_its_lease_writes_nothing_when_resumed(spillway: In
 
 
 def test_a_new_version_of_the_operator_leaves_what_runs_alone(spillway: Installed, namespace: str) -> None:
-    """Every pod of the operator is replaced while a real job trains and posts."""
+    """Every pod of the operator is replaced while a real job trains and reports."""
     job = named(example("one-pod", namespace, training__steps=LONG), "through")
     since = spillway.bed.audit_position()
     spillway.create(job)

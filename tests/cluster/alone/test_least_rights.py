@@ -14,8 +14,8 @@ SECONDS = 60.0
 
 @pytest.fixture
 def least(spillway: Installed, operator_image: OperatorImage, namespace: str) -> Iterator[tuple[str, int]]:
-    """A second release that serves one namespace with Roles only; the first one is away meanwhile. Its namespace, and
-    where the audit log stood."""
+    """A second release that serves one namespace with Roles only, while the first one is scaled to 0. Yields its
+    namespace, and the position of the audit log before it."""
     bed, own = spillway.bed, f"{namespace}-system"
     repository, tag = operator_image.name.rsplit(":", 1)
     values: Document = {

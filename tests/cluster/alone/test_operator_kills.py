@@ -1,7 +1,7 @@
-"""kill -9 of the operator, at every write of a start and at random moments: nothing twice, nothing missing.
+"""kill -9 of the operator, at every write of a start and at random moments: nothing is created twice or missing.
 
-As a process of this machine behind a proxy, where the moment can be chosen; and as the container of its pod, which the
-kubelet starts anew.
+The operator is a process on this machine behind a proxy, where the moment can be chosen, or the container of its pod,
+which the kubelet restarts.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ WRITES_OF_A_START = 5
 MANY_JOBS = 100
 LARGEST_RESIDENT_BYTES = 120_000_000
 STEADY_SECONDS = {"reduced": 20, "full": 600}
-"""SPILLWAY_DEPTH=all, as in `make test-all`"""
+"""full: at SPILLWAY_DEPTH=all, as in `make test-all`"""
 SWEEPS = "full" if FULL else "reduced"
 CONTAINER_KILLS = {"reduced": 6, "full": 200}
 CONTAINER_CONVERGENCE_SECONDS = {"reduced": 30.0, "full": 10.0}
-"""p99, from the new process's start; the reduced form shares its two cores with other tests"""
+"""limit of the 99th percentile, from the new process's start; the reduced form shares its two cores with other tests"""
 MOST_LIVING = 12
-"""TrainingJobs beside each other while containers are killed: older ones are deleted"""
+"""number of TrainingJobs that exist at a time while containers are killed; older ones are deleted"""
 
 
 @pytest.fixture(scope="module")
 def alone(spillway: Installed) -> Iterator[Installed]:
-    """The release's rights, and no operator in the cluster."""
+    """The installed release with its rights, but without an operator in the cluster."""
     with spillway.stopped():
         yield spillway
 
 
 class Operators:
-    """One operator process after the other, all before the same proxy."""
+    """One operator process after the other, all behind the same proxy."""
 
     def __init__(self, proxy: CrashProxy, kubeconfig: Path, log: Path, namespace: str) -> None:
         self.proxy, self._kubeconfig, self._log, self._namespace = proxy, kubeconfig, log, namespace
@@ -208,7 +208,7 @@ def test_kills_at_random_moments_leave_nothing_twice_and_nothing_out(
 
 
 class Container:
-    """The operator's one container, which the kubelet starts anew in the same pod."""
+    """The operator's only container, which the kubelet restarts in the same pod."""
 
     def __init__(self, spillway: Installed) -> None:
         self.spillway = spillway
@@ -220,12 +220,12 @@ class Container:
         os.kill(self.process, signal.SIGKILL)
 
     def wait_for_start(self, seconds: float = 60.0) -> float:
-        """When its new process began, in seconds since the machine's start."""
+        """Waits for the container's new process; returns when it began, in seconds since the machine's start."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
                 found = self.spillway.bed.container_process(SYSTEM_NAMESPACE, self.pod)
-            except (LookupError, StopIteration):  # none runs now
+            except (LookupError, StopIteration):  # none runs at the moment
                 found = self.process
             if found != self.process and (ticks := start_ticks_of(found)) is not None:
                 self.process = found
@@ -235,7 +235,7 @@ class Container:
 
 
 def served(spillway: Installed, namespace: str, names: set[str]) -> bool:
-    """Each of these jobs, and no other, has its children and a status that says so."""
+    """Whether exactly these jobs exist, and each has its first attempt and a status that says so."""
     path = f"/apis/spillway.dev/v1alpha1/namespaces/{namespace}/trainingjobs"
     jobs = {item["metadata"]["name"]: item.get("status", {}) for item in spillway.bed.read(path).get("items", [])}
     return jobs.keys() == names and all(
@@ -245,7 +245,7 @@ def served(spillway: Installed, namespace: str, names: set[str]) -> bool:
 
 @pytest.mark.ci
 def test_repeatedly_killed_container_retakes_its_lease_and_converges(spillway: Installed, namespace: str) -> None:
-    """Jobs begin and are deleted before each kill and while no operator runs."""
+    """Jobs are created and deleted before each kill and while no operator runs."""
     kills, rng = CONTAINER_KILLS[SWEEPS], random.Random(SEED)
     seconds: list[float] = []
     back_offs: list[float] = []

@@ -1,6 +1,6 @@
-"""The commands of the pages that need a cluster, as they are written, one page after the other on an empty bed.
+"""The commands of the pages that need a cluster, run as they are written, page by page, on an empty bed.
 
-The quick image stands for both images of the pages that leave their registry open.
+The quick image replaces both images on pages that do not name a registry.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ NAMESPACE, TEAM = "spillway", "team-a"
 CLAIM = Path("/var/tmp/spillway-two-pod")
 QUICK_IMAGE = "local/hostroot --set-string image.tag=1,trainer.image.tag=1"
 KEEPS_CRDS = "docs/security.md"
-"""its installation takes those that are there"""
+"""the page whose installation uses CRDs that are already there"""
 
 
 def emptied(bed: Bed, *, crds: bool = True) -> None:
-    """No release, no job, and without `crds` also no CRD."""
+    """Removes the release and all jobs and, without `crds`, also the CRDs."""
     if bed.kubectl("get", "crd", CRDS[0], "--ignore-not-found"):
         bed.kubectl("delete", "trainingjobs.spillway.dev", "--all", "-A", "--cascade=foreground", "--timeout=120s")
     for namespace in (NAMESPACE, SYSTEM_NAMESPACE):
@@ -64,7 +64,7 @@ def shell(testbed: Bed, shared: Path, request: pytest.FixtureRequest) -> Iterato
 def test_the_commands_of_a_page_work_on_a_cluster(page: str, shell: Shell, testbed: Bed) -> None:
     if page == KEEPS_CRDS:
         testbed.kubectl("create", "namespace", TEAM)
-        testbed.kubectl("apply", "--server-side", "--force-conflicts", "-f", ROOT / "crds")  # a release had them
+        testbed.kubectl("apply", "--server-side", "--force-conflicts", "-f", ROOT / "crds")  # as a release leaves them
     try:
         for command in commands_of(ROOT / page):
             if command in CLUSTER:

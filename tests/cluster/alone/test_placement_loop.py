@@ -1,7 +1,7 @@
 """Measured memory decides where the next job goes: the whole loop, seen through `kubectl describe`.
 
-Two KWOK nodes that NodeProfiles make equal. At the addresses of their node exporters' pods, where KWOK runs nothing,
-real exporters serve what a test wrote into their /proc, gave to their drive and to a stub of NVML.
+NodeProfiles make two KWOK nodes equal. At the addresses of their node exporters' pods, where KWOK runs nothing, real
+exporters serve the figures that a test gives them in a /proc, a drive and a fake NVML.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Free:
 
 
 class Exporter:
-    """A real node exporter of a fake node, and what it reads."""
+    """A real node exporter for a fake node, and the sources that it reads."""
 
     def __init__(self, node: str, address: str, folder: Path) -> None:
         self._proc, self._drive, self._address = folder / "proc", folder / "drive", f"{address}/32"
@@ -86,7 +86,7 @@ class Exporter:
 def nodes(
     spillway: Installed, operator_image: OperatorImage, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Exporter]]:
-    """Two nodes that only their exporters can tell apart."""
+    """Two nodes that differ only in the figures of their exporters."""
     wait_for_empty(spillway)
     install(spillway.bed, operator_image, ())
     pods = spillway.bed.get("pods", "-n", SYSTEM_NAMESPACE, "-l", EXPORTERS)["items"]
@@ -111,7 +111,7 @@ def nodes(
 
 
 def wait_for_empty(spillway: Installed) -> None:
-    """What jobs of earlier tests left on the nodes is reserved until it is gone."""
+    """Waits until the nodes have no pods of earlier tests, because the operator counts their reservations."""
     deadline = time.monotonic() + 120
     while any(spillway.bed.get("pods", "-A", "--field-selector", f"spec.nodeName={name}")["items"] for name in NODES):
         assert time.monotonic() < deadline, "pods of earlier tests stay on the fake nodes"
@@ -120,7 +120,7 @@ def wait_for_empty(spillway: Installed) -> None:
 
 @pytest.fixture(scope="module")
 def measured_bytes(spillway: Installed, module_namespace: str) -> int:
-    """Working set of a real trainer on the real node, as the kubelet measures it."""
+    """Working set of a real trainer on the real node, measured by the kubelet."""
     job = named(example("one-pod", module_namespace, checkpoint__claim=None, training__steps=LONG), "measured")
     spillway.create(job)
     spillway.until(lambda job: job["status"].get("progress", {}).get("step", 0) > 5, module_namespace, "measured")
@@ -140,7 +140,7 @@ def measured_bytes(spillway: Installed, module_namespace: str) -> int:
 
 @contextmanager
 def placed(spillway: Installed, namespace: str, name: str, **changes: object) -> Iterator[Document]:
-    """A job on the two nodes, once it runs; deleted afterwards, so that it reserves nothing."""
+    """Creates a job on the two nodes and yields it once it runs; deletes it at the end, so that it reserves nothing."""
     job = example("one-pod", namespace, checkpoint__claim=None, scheduling={"nodeSelector": {LABEL: "yes"}})
     spillway.create(on_fake_nodes(named(changed(job, namespace, **changes), name)))
     try:
@@ -150,7 +150,8 @@ def placed(spillway: Installed, namespace: str, name: str, **changes: object) ->
 
 
 def set_free(spillway: Installed, nodes: dict[str, Exporter], free: dict[str, Free]) -> None:
-    """Publish, and wait until Prometheus has it and the operator's next reading, 2 s apart, must have it, too."""
+    """Publishes figures, and waits until Prometheus has them and the operator must have read them, which it does every
+    2 s."""
     for name, figures in free.items():
         nodes[name].set(figures)
     deadline = time.monotonic() + FRESH_SECONDS
@@ -220,7 +221,8 @@ FIGURES = {
     "disk": (Free(disk=400 * MIB), Free(disk=40 * MIB), 40 * MIB, {"memory": SPILLING}),
     "device": (Free(host=900 * GIB), Free(host=900 * GIB, device=2 * GIB), 2 * GIB, ON_A_GPU),
 }
-"""What the better and the worse node have free, what the reason says of the worse one, and what asks for it."""
+"""figure -> free bytes of the better and of the worse node, the figure in the reason for the worse one, and changes of
+the job that make it relevant"""
 
 
 @pytest.mark.parametrize("source", ["Scrape", "Prometheus"])

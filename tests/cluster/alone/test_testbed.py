@@ -1,4 +1,4 @@
-"""The test bed is a real cluster, refuses what is not its own, and ends only what it started."""
+"""The test bed is a real cluster, does not touch what is not its own, and ends only what it started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Eventually = Callable[..., None]
 
 
 def pod_spec(*command: str, **container: object) -> dict[str, Any]:
-    """Restricted, as the operator makes them."""
+    """The spec of a restricted pod, like those that the operator makes."""
     hardened = {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -57,7 +57,7 @@ def pod(namespace: str, name: str, spec: dict[str, Any], **labels: str) -> dict[
 
 
 def phase(testbed: Bed, namespace: str, name: str, wanted: str, timeout: int = 40) -> dict[str, Any]:
-    """The pod, once it is in that phase."""
+    """Waits until the pod is in phase `wanted`; returns the pod."""
     condition = f"--for=jsonpath={{.status.phase}}={wanted}"
     testbed.kubectl("wait", condition, f"pod/{name}", "--namespace", namespace, f"--timeout={timeout}s")
     found: dict[str, Any] = testbed.get("pod", name, "--namespace", namespace)
@@ -73,7 +73,7 @@ def test_a_restricted_pod_trains_with_this_checkouts_code(testbed: Bed, namespac
 
 
 def test_two_pods_of_an_indexed_job_find_each_other_by_name(testbed: Bed, namespace: str) -> None:
-    """As ranks do: the first listens, the second resolves its name until it is known and connects."""
+    """Like ranks: the first pod listens, and the second tries to resolve its name until it can connect."""
     code = (
         "import os, socket, time\n"
         "if os.environ['JOB_COMPLETION_INDEX'] == '0':\n"
@@ -112,7 +112,7 @@ def test_two_pods_of_an_indexed_job_find_each_other_by_name(testbed: Bed, namesp
 
 
 def test_a_pod_reaches_a_pod_beside_it_through_a_service(testbed: Bed, namespace: str) -> None:
-    """As a trainer reaches the operator."""
+    """This is how a trainer reaches the operator."""
     port = {"ports": [{"name": "http", "containerPort": 8000}]}
     probe = {"readinessProbe": {"tcpSocket": {"port": 8000}, "periodSeconds": 1}}
     testbed.apply(
@@ -182,7 +182,7 @@ def test_fake_nodes_are_ready_and_run_pods(testbed: Bed, namespace: str) -> None
 
 
 def test_series_of_a_pod_are_attributed_by_its_target(testbed: Bed, namespace: str, eventually: Eventually) -> None:
-    """A pod that claims to be another job on another node changes only its own exported_ labels."""
+    """A pod that claims to be another job on another node can only change its own exported_ labels."""
     code = (
         "import time; from prometheus_client import Gauge, start_http_server\n"
         "Gauge('claimed_bytes', 'x', ['node', 'training_job']).labels('fake-000', 'other').set(7)\n"
@@ -244,7 +244,8 @@ def test_a_second_test_bed_is_refused(testbed: Bed, tmp_path: Path) -> None:
 def test_a_bed_of_another_checkout_is_replaced_when_all_of_it_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
 ) -> None:
-    """What a killed session leaves must not be in the way of the next one. The machine itself is the real bed's."""
+    """What a killed session leaves must not block the next one. The machine's settings are not touched: they are the
+    real bed's."""
     restored: list[State] = []
     monkeypatch.setattr(machine, "check", lambda state: None)
     monkeypatch.setattr(machine, "restore", restored.append)

@@ -1,6 +1,6 @@
-"""The operator's rights are exactly what it uses: the audit log of this session against the rendered rules.
+"""The operator has exactly the rights that it uses: compares this session's audit log with the rendered rules.
 
-It runs last, because the other tests of this folder are the use.
+It runs last, because the other tests of this folder make the operator use its rights.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Right = tuple[str, str, str]
 OF_THE_CLUSTER, OF_THE_RELEASE, OF_JOBS = "cluster", "release's namespace", "namespaces of jobs"
 OF_ALL_NODES = ("nodes", "nodeprofiles", "operatorconfigs", "csistoragecapacities", "tokenreviews")
 ROLES = {"node-reader": OF_THE_CLUSTER, "token-review": OF_THE_CLUSTER, "leader": OF_THE_RELEASE}
-"""by the end of their names; the others are for the namespaces of jobs"""
+"""suffix of a role's name -> where the role holds; all other roles hold in the namespaces of jobs"""
 
 
 def rendered(spillway: Installed) -> set[tuple[Right, str]]:
-    """Every rule of the chart, and what it holds for."""
+    """Every right in the chart's bound roles, and where it holds."""
     text = spillway.bed.helm("template", RELEASE, CHART, "--namespace", SYSTEM_NAMESPACE)
     documents = [document for document in yaml.safe_load_all(text) if document]
     bound = {
@@ -55,7 +55,7 @@ def used(spillway: Installed) -> set[tuple[Right, str]]:
         elif request.namespace == SYSTEM_NAMESPACE:
             place = OF_THE_RELEASE
         found.add(((request.verb, request.group, resource), place))
-        if request.verb == "patch" and request.code == 201:  # server-side apply of what did not exist needs both
+        if request.verb == "patch" and request.code == 201:  # server-side apply of a new object needs both rights
             found.add((("create", request.group, resource), place))
     return found
 
@@ -68,7 +68,8 @@ def test_every_rule_of_the_chart_is_used_and_nothing_else_is_asked(spillway: Ins
 
 
 def test_nothing_was_forbidden(spillway: Installed) -> None:
-    """An API server that was started anew refuses what it allows a moment later, when it has read its roles."""
+    """Refusals of requests that were also allowed do not count: a restarted API server refuses until it has read its
+    roles."""
     asked: dict[bool, set[tuple[str, ...]]] = {True: set(), False: set()}
     for request in spillway.bed.requests(0, OPERATOR_USER):
         asked[request.allowed].add((request.verb, request.resource, request.subresource, request.namespace))
@@ -78,7 +79,8 @@ def test_nothing_was_forbidden(spillway: Installed) -> None:
 
 
 def test_nobody_but_the_user_writes_a_spec(spillway: Installed) -> None:
-    """GitOps tools would undo it: of a TrainingJob the operator writes the status, and deletes it after its time."""
+    """GitOps tools would undo such writes. The operator only writes a TrainingJob's status, and deletes it after its
+    time to live."""
     written = {
         (request.verb, request.subresource)
         for request in spillway.bed.requests(0, OPERATOR_USER)

@@ -11,7 +11,7 @@
 namespace fake {
 namespace {
 
-// Whatever lives until the end of the process is leaked: streams' threads outlive the destructors.
+// An object that is never destroyed, because the streams' threads still run when destructors of static objects run.
 template <class T>
 T& immortal() {
   static T* const found = new T;
@@ -35,17 +35,18 @@ struct Access {
   std::string label;
 };
 
-struct Bytes {  // of an address up to the next in the map
+struct Bytes {  // accesses to the bytes from an address in the map to the next address in it
   Access write;
-  std::vector<Access> reads;  // since
+  std::vector<Access> reads;  // since that write
 };
 
 constexpr size_t kMostRaces = 50;
+constexpr size_t kGroups = 1;  // the clock of what process groups have seen; nothing is given by it
 
 struct Judge {
   std::mutex mutex;
   int num_streams = 0;
-  std::deque<Clock> threads{Clock()};  // the first is that of all who have none of their own
+  std::deque<Clock> threads = std::deque<Clock>(2);  // the first: of all threads without one of their own; kGroups
   std::deque<Clock> told;
   std::map<uintptr_t, Bytes> memory{{0, {}}};
   std::vector<std::string> races;
@@ -72,8 +73,8 @@ struct Judge {
                     ") is not ordered after " + first.label + " (stream " + std::to_string(first.actor) + ") at " + place);
   }
 
-  // The allocator hands out memory: whatever used it must be known to be over, to a thread or to `clock`. In the second
-  // case another stream that uses it must come after that, still.
+  // The allocator hands out memory: a thread or `clock` must know that every earlier access is complete. An access that
+  // only `clock` knows is kept, because another stream that uses the memory must still come after it.
   void born(const Range& range, const Access& owner, const Clock& clock) {
     const auto first = reinterpret_cast<uintptr_t>(range.address), end = first + range.nbytes;
     cut(first);
@@ -124,7 +125,7 @@ struct Judge {
           *same = access;
       }
     }
-    if (writes) {  // one piece again, or the map would only grow
+    if (writes) {  // joins the range to one entry; otherwise, the map would only grow
       auto begin = memory.find(first);
       memory.erase(std::next(begin), memory.find(end));
     }
@@ -134,6 +135,7 @@ struct Judge {
 Judge& judge() { return immortal<Judge>(); }
 
 thread_local size_t own_clock = 0;
+thread_local bool gives_work = false;
 
 struct Counters {
   std::mutex mutex;
@@ -203,17 +205,21 @@ Stream::Stream(int device)
 }
 
 void Stream::put(std::function<void()> work, const std::vector<Range>& reads, const std::vector<Range>& writes,
-                 const std::string& label) {
+                 const std::string& label, bool is_remote) {
   if (Settings::get().is_immediate()) return work();
+  gives_work = true;
   {
     std::lock_guard<std::mutex> lock(judge().mutex);
     tick();
+    if (is_remote && last_) last_->is_of_group = true;
+    last_ = nullptr;
+    is_after_remote_ = is_remote;
     const Access access{actor_, clock_[actor_], label};
     for (const Range& range : reads) judge().access(range, false, access, clock_);
     for (const Range& range : writes) judge().access(range, true, access, clock_);
     give(std::move(work));
   }
-  if (Settings::get().mode == Mode::kEager) {
+  if (Settings::get().mode == Mode::kEager && !is_remote) {
     std::unique_lock<std::mutex> lock(mutex_);
     const long given = num_given_;
     changed_.wait(lock, [&] { return num_done_ >= given; });
@@ -228,15 +234,20 @@ std::shared_ptr<Mark> Stream::mark() {
   }
   std::lock_guard<std::mutex> lock(judge().mutex);
   tick();
-  auto made = std::make_shared<Mark>(clock_);
+  auto made = std::make_shared<Mark>(clock_, is_after_remote_);
+  last_ = made;
+  is_after_remote_ = false;
   give([made] { made->set(); });
   return made;
 }
 
 void Stream::wait(const std::shared_ptr<Mark>& mark) {
   if (Settings::get().is_immediate()) return;
+  mark->is_waited_for = true;
   std::lock_guard<std::mutex> lock(judge().mutex);
   Judge::join(clock_, mark->clock);
+  last_ = nullptr;
+  is_after_remote_ = false;
   give([mark] { mark->wait(); });
 }
 
@@ -261,14 +272,14 @@ bool Stream::is_idle() {
   return num_done_ == num_given_;
 }
 
-// The next step comes after all that the calling thread knows. With the judge's mutex held.
+// Begins the next step, which comes after everything that the calling thread knows. The judge's mutex must be held.
 void Stream::tick() {
   Judge::join(clock_, judge().threads[own_clock]);
   if (clock_.size() <= size_t(actor_)) clock_.resize(actor_ + 1);
   ++clock_[actor_];
 }
 
-// With the judge's mutex held, so that the order in the queue is the order of the clocks.
+// The judge's mutex must be held, so that the order in the queue is the order of the clocks.
 void Stream::give(std::function<void()> work) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -296,7 +307,7 @@ void Stream::run() {
       if (dawdles) usleep(static_cast<unsigned>(settings.delay_us));
     }
     work();
-    work = nullptr;  // what it holds goes before anybody hears that it is done
+    work = nullptr;  // releases what it holds before anybody learns that it is done
     {
       std::lock_guard<std::mutex> lock(mutex_);
       ++num_done_;
@@ -308,6 +319,13 @@ void Stream::run() {
 void thread_learns(const Clock& clock) {
   std::lock_guard<std::mutex> lock(judge().mutex);
   Judge::join(judge().threads[own_clock], clock);
+}
+
+bool thread_gives_work() { return gives_work; }
+
+void group_learns(const Clock& clock) {
+  std::lock_guard<std::mutex> lock(judge().mutex);
+  Judge::join(judge().threads[kGroups], clock);
 }
 
 bool thread_knows(const Clock& clock) {
@@ -398,6 +416,11 @@ size_t Device::free_bytes() {
   return Settings::get().memory_bytes - used_bytes_;
 }
 
+Stream& stream_of(void* stream) {
+  const auto value = reinterpret_cast<uintptr_t>(stream);
+  return value <= 2 ? Device::current().null_stream() : *static_cast<Stream*>(stream);
+}
+
 Places& places() { return immortal<Places>(); }
 
 void Places::add(const void* address, size_t nbytes, int device) {
@@ -437,7 +460,7 @@ bool Places::is_registered(const void* address, size_t nbytes) {
 
 extern "C" {
 
-// What was counted since the last call, as lines "number name".
+// Returns the counts since the last call, as lines "number name".
 const char* fake_cuda_take_counts() {
   thread_local std::string text;
   auto& counters = fake::immortal<fake::Counters>();
@@ -448,7 +471,7 @@ const char* fake_cuda_take_counts() {
   return text.c_str();
 }
 
-// The calling thread has a clock of its own from now on.
+// Gives the calling thread a clock of its own from now on.
 void fake_cuda_own_clock() {
   std::lock_guard<std::mutex> lock(fake::judge().mutex);
   if (fake::own_clock) return;
@@ -456,7 +479,7 @@ void fake_cuda_own_clock() {
   fake::judge().threads.emplace_back();
 }
 
-// What the calling thread knows, for another to hear.
+// Stores what the calling thread knows; returns its number, with which another thread can learn it by fake_cuda_hear.
 size_t fake_cuda_tell() {
   std::lock_guard<std::mutex> lock(fake::judge().mutex);
   fake::judge().told.push_back(fake::judge().threads[fake::own_clock]);

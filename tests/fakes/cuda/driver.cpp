@@ -1,4 +1,4 @@
-// The names of libcuda, libnvidia-ml and cuBLAS that torch and Triton call.
+// The functions of libcuda, libnvidia-ml and cuBLAS that torch and Triton call.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -45,7 +45,7 @@ API CUresult cuDeviceGetCount(int* found) {
 
 API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
   const bool is_shared_memory = attribute == CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-  *value = is_shared_memory ? 227 << 10 : 0;  // no handles to share memory by
+  *value = is_shared_memory ? 227 << 10 : 0;  // no handles to share memory
   return CUDA_SUCCESS;
 }
 
@@ -85,7 +85,7 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found,
 // --- Triton's kernels: loaded and launched, each computes nothing -------------------------------------------------------
 
 API CUresult cuModuleLoadData(CUmodule* module, const void* code) {
-  if (memcmp(code, "\x7f" "ELF", 4) != 0) return CUDA_ERROR_INVALID_IMAGE;  // ptxas has not made it
+  if (memcmp(code, "\x7f" "ELF", 4) != 0) return CUDA_ERROR_INVALID_IMAGE;  // not made by ptxas
   return cuDevicePrimaryCtxRetain(reinterpret_cast<CUcontext*>(module), Device::current_index());
 }
 
@@ -114,7 +114,7 @@ API CUresult cuPointerGetAttribute(void* found, CUpointer_attribute attribute, C
   return CUDA_SUCCESS;
 }
 
-// Named by Triton's library, called by no kernel of ours.
+// Triton's library refers to these, but no kernel of ours calls them.
 API CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return unsupported(); }
 API CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return unsupported(); }
 API CUresult cuCtxGetLimit(size_t*, CUlimit) { return unsupported(); }
@@ -171,7 +171,7 @@ API CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t)
 
 API CUresult cuMemUnmap(CUdeviceptr memory, size_t nbytes) {
   void* const address = reinterpret_cast<void*>(memory);
-  for (size_t done = 0; done < nbytes;) {  // every page of it was mapped by itself
+  for (size_t done = 0; done < nbytes;) {  // every page was mapped separately
     const size_t removed = fake::places().remove(static_cast<char*>(address) + done);
     if (!removed) return CUDA_ERROR_INVALID_VALUE;
     done += removed;

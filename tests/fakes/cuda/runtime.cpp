@@ -1,5 +1,5 @@
-// The names of libcudart that torch calls. Kernels of its own do nothing; those that tests bring (fake_cuda_launch) run
-// on the stream's thread. What is not here falls through to the real library, which finds no driver and fails.
+// The functions of libcudart that torch calls. torch's own kernels do nothing; kernels of tests (fake_cuda_launch) run
+// on the stream's thread. Functions that are missing here are the real library's, which find no driver and fail.
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
@@ -14,19 +14,15 @@
 using fake::count;
 using fake::Device;
 using fake::Settings;
+using fake::stream_of;
 
 namespace {
 
-constexpr size_t kTouchedBytes = 4096;  // what is virtual is larger
+constexpr size_t kTouchedBytes = 4096;  // largest copy that is made even if memory is virtual
 
 thread_local cudaError_t last_error = cudaSuccess;
 
 cudaError_t failed(cudaError_t error) { return last_error = error; }
-
-fake::Stream& stream_of(cudaStream_t stream) {
-  const auto value = reinterpret_cast<uintptr_t>(stream);
-  return value <= 2 ? Device::current().null_stream() : *reinterpret_cast<fake::Stream*>(stream);
-}
 
 struct Event {
   std::shared_ptr<fake::Mark> mark;
@@ -55,7 +51,7 @@ cudaError_t copy(void* to, const void* from, size_t nbytes, cudaStream_t given, 
   const std::string label = name + " copy of " + std::to_string(nbytes);
   if (is_virtual(nbytes)) {
     stream.put([] {}, {{from, nbytes}}, {{to, nbytes}}, label);
-  } else if (is_pageable && to_device) {  // CUDA stages it: the caller may write its memory as soon as this returns
+  } else if (is_pageable && to_device) {  // CUDA stages it: the caller may reuse its memory once this returns
     std::vector<char> staged(static_cast<const char*>(from), static_cast<const char*>(from) + nbytes);
     stream.put([to, staged = std::move(staged)] { memcpy(to, staged.data(), staged.size()); }, {}, {{to, nbytes}}, label);
   } else {
@@ -354,10 +350,23 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
   return cudaEventRecord(event, stream);
 }
 
-// Late: done once the thread has waited for it or for what comes after it, or what it knows would depend on timing.
+// Reports an event as done only once the thread has waited for it or for something after it; otherwise, what the thread
+// knows would depend on timing. The watchdog of a process group polls the group's events to retire work; it learns of an
+// event once a stream waits for it, because nothing waits for work that is retired. Another thread that asks once gets
+// no; if it asks again, it waits by polling.
 API cudaError_t cudaEventQuery(cudaEvent_t event) {
   auto mark = event_of(event).mark;
-  return !mark || fake::thread_knows(mark->clock) ? cudaSuccess : cudaErrorNotReady;
+  if (!mark || fake::thread_knows(mark->clock)) return cudaSuccess;
+  if (!mark->is_of_group || !mark->is_done()) return cudaErrorNotReady;
+  if (!fake::thread_gives_work()) {
+    if (!mark->is_waited_for) return cudaErrorNotReady;
+    fake::group_learns(mark->clock);
+  } else if (mark->was_asked_for.exchange(true)) {
+    fake::thread_learns(mark->clock);
+  } else {
+    return cudaErrorNotReady;
+  }
+  return cudaSuccess;
 }
 
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -392,8 +401,8 @@ API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t 
   return cudaSuccess;
 }
 
-// A kernel of the tests: `call(data)` on the stream's thread. `ranges`: (address, bytes) of `num_reads` reads, then of
-// `num_writes` writes.
+// Launches a kernel of a test: `call(data)` on the stream's thread. `ranges`: (address, bytes) of `num_reads` reads,
+// then of `num_writes` writes.
 API void fake_cuda_launch(void* stream, void (*call)(void*), void* data, const uintptr_t* ranges, int num_reads,
                           int num_writes, const char* label) {
   Device::current().use("a kernel");
@@ -405,7 +414,7 @@ API void fake_cuda_launch(void* stream, void (*call)(void*), void* data, const u
       .put([=] { call(data); }, {all.begin(), all.begin() + num_reads}, {all.begin() + num_reads, all.end()}, label);
 }
 
-// torch's allocator has handed out memory, in order with `stream`.
+// Tells the judge that torch's allocator has handed out memory, in order with `stream`.
 API void fake_cuda_born(void* stream, const void* memory, size_t nbytes, const char* label) {
   stream_of(static_cast<cudaStream_t>(stream)).born({memory, nbytes}, label);
 }

@@ -1,19 +1,19 @@
-"""Python imports this at its start where the fake CUDA is in a container (`harness.fake_cuda.copied`): a rank gets the
-fake's numbers.
+"""Python imports this at its start in a container with the fake CUDA (`harness.fake_cuda.copied`), so that a rank has
+the fake's operators, which compute.
 
-Where the image brings Triton's library, Triton's kernels are compiled, loaded and launched as well; on the fake they
-compute nothing, and the reference computes after them.
+If the image contains Triton's library, Triton's kernels are also compiled, loaded and launched. On the fake they
+compute nothing, so the reference computes after them.
 """
 
 import sys
 
 if {"spillway_trainer", "spillway_trainer.sweep.worker"} & {
     *sys.orig_argv
-}:  # a rank or a device of a sweep, no launcher
+}:  # this is a rank or a sweep's device, and not a launcher
     import spillway_trainer.environment  # noqa: F401
 
     # isort: split
-    # environment comes before torch
+    # environment must be imported before torch
     import torch
 
     from fakes import cuda_kernels
@@ -26,7 +26,7 @@ if {"spillway_trainer", "spillway_trainer.sweep.worker"} & {
         from spillway_trainer.kernels import triton_kernels
 
         class Both:
-            """A kernel of Triton's, then its reference."""
+            """Kernels that run Triton's kernel first, and then the reference."""
 
             def __getattr__(self, name):
                 compiled, numbers = getattr(triton_kernels, name), getattr(cuda_kernels.TRITON, name)

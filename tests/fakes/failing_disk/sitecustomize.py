@@ -1,5 +1,6 @@
-"""A disk that fails once, for processes that a test cannot reach into: with this folder on PYTHONPATH, the first
-transfer of TEST_DISK_DIRECTION after the path TEST_DISK_FAILS_AFTER has come to be ends with errno TEST_DISK_ERROR."""
+"""A disk that fails once, for processes in which a test cannot replace anything itself: with this folder on PYTHONPATH,
+the first transfer in TEST_DISK_DIRECTION after the path TEST_DISK_FAILS_AFTER exists fails with errno
+TEST_DISK_ERROR."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 PATCHED = "spillway_trainer.assemble"
-"""which makes the spill file"""
+"""the module that makes the spill file"""
 
 
 def disk(direction: Any, file: int, memory: memoryview, offset: int) -> int:
-    """In place of pread and pwrite."""
+    """Replaces pread and pwrite."""
     from spillway_trainer.kernels.io_engine import system_call
 
     after = Path(os.environ["TEST_DISK_FAILS_AFTER"])
@@ -28,7 +29,7 @@ def disk(direction: Any, file: int, memory: memoryview, offset: int) -> int:
 
 
 class Patch:
-    """Finds PATCHED once, and gives it spill files on that disk."""
+    """An import hook that acts once: it makes PATCHED use spill files on the failing disk."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != PATCHED:

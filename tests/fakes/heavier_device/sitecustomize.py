@@ -1,5 +1,6 @@
-"""A model that takes TEST_DEVICE_TIMES as many bytes of the device as predicted, for processes that a test cannot reach
-into: with this folder on PYTHONPATH, the ledger of a trainer counts everything so many times."""
+"""A model that takes TEST_DEVICE_TIMES as many bytes of the device as predicted, for processes in which a test cannot
+replace anything itself: with this folder on PYTHONPATH, a trainer's ledger has a budget that is smaller by that
+factor."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 PATCHED = "spillway_trainer.assemble"
-"""which makes the ledger"""
+"""the module that makes the ledger"""
 
 
 class Patch:
-    """Finds PATCHED once, and gives it ledgers of a smaller device, which is the same."""
+    """An import hook that acts once: it makes PATCHED use ledgers of a smaller device, which has the same effect."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != PATCHED:

@@ -1,4 +1,4 @@
-"""For every file of this folder."""
+"""A fixture for every file of this folder."""
 
 from __future__ import annotations
 

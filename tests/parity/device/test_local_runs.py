@@ -83,8 +83,9 @@ def test_members_of_a_sweep_train_on_a_gpu_each_with_the_bits_of_the_cpu(tmp_pat
         device_attempts.assert_same(found[0][name], found[1][name])
 
 
-def test_ranks_take_a_gpu_each_with_the_bits_of_ranks_on_cpus(tmp_path: Path) -> None:
-    ranks, two = ("--ranks", "2"), job(tmp_path)
+@pytest.mark.parametrize("strategy", ["Ddp", "Fsdp"])
+def test_ranks_take_a_gpu_each_with_the_bits_of_ranks_on_cpus(tmp_path: Path, strategy: str) -> None:
+    ranks, two = ("--ranks", "2"), job(tmp_path, parallelism={"strategy": strategy})
     code, said, found = fake_cuda.run(device_runs.run, two, tmp_path / "gpus", *ranks, devices=2)
     assert code == 0, said
     assert "device: Cuda, Fake CUDA device" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cases.gpu_plans import DEVICE_MIB, SHAPES, Shape, misses, run_shape
+from cases.gpu_plans import DEVICE_MIB, SHAPES, SHARDED, Shape, misses, run_shape
 from harness import fake_cuda
 
 IN_CI = {
@@ -20,6 +20,11 @@ IN_CI = {
     "llama-8b, streamed, recompute, 1x4096, 4 micro-batches",
     "gpt2-6.7b, activations on host, 2x2048",
     "llama-13b, recompute, 2x4096",
+    "llama-3b, beside forward, 1x2048, 2 micro-batches, 2 ranks",
+    "llama-7b, interleaved, 2x2048, 2 ranks",
+    "llama-13b, states on host, 1x4096, 8 ranks",
+    "llama-70b, auto, 1x4096, 8 ranks, 80 GiB",
+    "llama-1b, auto, 2x2048, 2 ranks, Ddp, 24 GiB",
 }
 
 
@@ -27,7 +32,7 @@ IN_CI = {
     "shape",
     [
         pytest.param(shape, marks=pytest.mark.ci if shape.name in IN_CI else pytest.mark.full, id=shape.name)
-        for shape in SHAPES
+        for shape in (*SHAPES, *SHARDED)
     ],
 )
 def test_a_plan_that_fills_its_gpu_budget_runs_as_planned(shape: Shape) -> None:
@@ -44,6 +49,7 @@ def test_late_streams_make_no_plan_run_out_of_memory(mode: str) -> None:
     assert misses(fake_cuda.run(run_shape, shape, virtual=1, mib=DEVICE_MIB, **late)) == []
 
 
-def test_the_dozen_of_ci_is_there() -> None:
-    assert {shape.name for shape in SHAPES} >= IN_CI
-    assert len({shape.name for shape in SHAPES}) == len(SHAPES) >= 60
+def test_the_shapes_of_ci_are_there() -> None:
+    names = {shape.name for shape in (*SHAPES, *SHARDED)}
+    assert names >= IN_CI
+    assert len(names) == len(SHAPES) + len(SHARDED)

@@ -29,7 +29,7 @@ from spillway_trainer.model_spill.homes import HostChunk, NvmeChunk
 from spillway_trainer.tiers.lanes import Event, Lane, Lanes, Submission
 from spillway_trainer.trainer import Run
 
-CELLS_PER_MODEL = at(2, 2, 40)
+CELLS_PER_MODEL = at(2, 2, 16)
 """ways to run each model, drawn by its number"""
 
 MODELS = [

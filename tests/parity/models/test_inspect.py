@@ -405,3 +405,15 @@ def test_a_pod_tells_the_shape_or_the_error_in_its_termination_message(model: st
         assert code == 0 and len(told.read_text()) < 2048
         shape = ModelShape.unpacked(told.read_text())
         assert (shape.architecture, shape.num_layers, shape.vocab_size) == ("gpt2", 3, 300)
+
+
+def test_a_long_error_is_cut_to_the_bytes_that_a_pod_may_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise UserError("a" + "é" * 4096)
+
+    monkeypatch.setattr(inspect_module, "inspect", fails)
+    asked, told = tmp_path / "job.json", tmp_path / "termination-log"
+    spec = yaml.safe_load(SPEC)["spec"] | {"model": {"source": {"claim": "models"}}}
+    asked.write_text(json.dumps({"spec": spec, "claims": {}}))
+    assert main([str(asked), "--in-pod", str(told)]) == 64
+    assert told.read_bytes().decode() == "a" + "é" * 2047

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from cases.optimizer_cases import HOST_BYTES, LANES, SKIPPED_STEP, Case, offload, outcome, resident, split
 from fakes.tracing import TracingLanes
 from harness import local_runs, rank_runs
+from harness.after_backward import AfterBackward
 from harness.depth import some
 from spillway_trainer.checkpoints.directory import choose_resume
 from spillway_trainer.corpus.objective import TrainingObjective
@@ -249,9 +250,11 @@ class OtherRanks:
         return num_values
 
 
-def drive(optimizer: StepOptimizer, case: Case, lanes: Lanes, num_gradients: int) -> list[float]:
+def drive(
+    optimizer: StepOptimizer, case: Case, lanes: Lanes, kind: type[BackwardExchange | AfterBackward]
+) -> list[float]:
     norms, sizes = [], {name: parameter.numel() for name, parameter in case.parameters() if parameter.requires_grad}
-    exchange = BackwardExchange(OtherRanks(), optimizer, lanes, sizes, num_gradients)
+    exchange = kind(OtherRanks(), optimizer, lanes, sizes, case.num_micro_batches)
     for step in range(SKIPPED_STEP):
         for micro_batch in range(case.num_micro_batches):
             for name, gradient in case.gradients(step, micro_batch):
@@ -276,10 +279,11 @@ def test_an_exchange_sees_whole_sums_wherever_they_live(
     plain = resident(parameters, case)
     host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
     lanes = LANES[lanes_name](host, ledger)
-    expected = outcome(plain, parameters, drive(plain, case, lanes, 0))
+    expected = outcome(plain, parameters, drive(plain, case, lanes, AfterBackward))
     parameters = case.parameters()
     optimizer = offload(parameters, case, split(*shares, 1009), lanes, ledger)
-    found = outcome(optimizer, parameters, drive(optimizer, case, lanes, case.num_micro_batches * behind))
+    exchange = BackwardExchange if behind else AfterBackward
+    found = outcome(optimizer, parameters, drive(optimizer, case, lanes, exchange))
     lanes.close()
     assert found.difference(expected) == []
     assert not isinstance(lanes, TracingLanes) or lanes.schedule().races == ()

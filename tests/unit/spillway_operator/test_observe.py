@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from spillway_operator.decide.observed import Claim, Inspection, JobObject, Oper
 from spillway_operator.kube.api_client import ApiClient, Unavailable
 from spillway_operator.kube.store import Store, canonical, known_attempts, project_attempt, project_job
 from spillway_operator.measured.cluster import FRESH_SECONDS, OLDEST_PEAKS_SECONDS, Cluster, project_node
+from spillway_operator.measured.faulty_nodes import MOST_JOBS
 from spillway_operator.measured.metrics_source import MetricsSource
 from spillway_operator.measured.operator_config import OperatorConfig
 from spillway_operator.measured.reservations import Reservations
@@ -479,6 +481,34 @@ def test_pods_of_all_namespaces_count_on_their_nodes_but_not_the_jobs_own() -> N
     with_cluster(scenario)
 
 
+def test_a_node_that_failed_several_jobs_is_avoided_by_the_others() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client, node_reader=True)
+        faulty = [{"node": "node-7", "reason": "DeviceFault", "time": datetime.now(UTC).isoformat()}]
+        for number in range(MOST_JOBS):
+            assert bench.cluster.avoided_nodes == frozenset()
+            bench.cluster.view(put_job(api, f"job-{number}", {"attempts": {"faultyNodes": faulty}}))
+        assert bench.cluster.view(put_job(api)).avoided == bench.cluster.avoided_nodes == {"node-7"}
+
+    with_cluster(scenario)
+
+
+def test_storage_capacities_join_the_nodes_that_their_topology_selects() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client, node_reader=True)
+        bench.store.put_job(put_job(api))
+        for name, zone in (("node-0", "a"), ("node-1", "b")):
+            api.put("nodes", {**NODE, "metadata": {"name": name, "labels": {"zone": zone}}})
+        capacity = {"storageClassName": "local-nvme", "nodeTopology": {"matchLabels": {"zone": "a"}}}
+        api.put("csistoragecapacities", {"metadata": {"name": "of-a"}, **capacity, "maximumVolumeSize": "90Gi"})
+        nodes = (await bench.look()).observed.cluster.nodes or ()
+        assert {node.name: node.volumes for node in nodes} == {
+            "node-0": {"local-nvme": 90 << 30}, "node-1": {"local-nvme": 0},
+        }  # fmt: skip
+
+    with_cluster(scenario)
+
+
 def test_old_nodes_are_used_while_the_server_does_not_list_them() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         bench = Bench(client, node_reader=True)
@@ -532,13 +562,18 @@ def test_a_decision_is_debited_for_others_until_observation_takes_over() -> None
     with_cluster(scenario)
 
 
+async def look_at_a_planned_attempt(bench: Bench, api: FakeApi) -> None:
+    """Looks at a job whose status holds a plan and whose attempt runs."""
+    plan = {"configMap": "demo-1", "nodes": ["node-0"], "bytes": {"device": "2Gi"}}
+    bench.store.put_job(put_job(api, status={"plan": plan}))
+    put_attempt(bench, api, active=1)
+    await bench.look()
+
+
 def test_after_a_restart_debits_are_learned_from_the_status() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         bench = Bench(client)
-        plan = {"configMap": "demo-1", "nodes": ["node-0"], "bytes": {"device": "2Gi"}}
-        bench.store.put_job(put_job(api, status={"plan": plan}))
-        put_attempt(bench, api, active=1)
-        await bench.look()
+        await look_at_a_planned_attempt(bench, api)
         assert len(bench.reservations.of_others(("team", "other"), bench.seconds)) == 1
 
     with_cluster(scenario)
@@ -677,5 +712,17 @@ def test_an_inspected_model_is_read_from_its_configmap_else_from_its_job_and_pod
         assert await look() == Inspection(shape="packed")
         api.put("configmaps", shape | {"metadata": {**shape["metadata"], "ownerReferences": owned("other")}})
         assert await look() == Inspection(foreign="ConfigMap demo-model")
+
+    with_cluster(scenario)
+
+
+def test_a_suspended_jobs_reservation_ends() -> None:
+    async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
+        bench = Bench(client)
+        await look_at_a_planned_attempt(bench, api)
+        assert len(bench.reservations) == 1
+        bench.store.put_attempt(project_attempt(api.put("jobs", child("Job", 1, spec={"suspend": True}))))
+        await bench.look()
+        assert len(bench.reservations) == 0
 
     with_cluster(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -120,6 +121,25 @@ def test_a_namespace_leaves_a_process_to_the_others(monkeypatch: pytest.MonkeyPa
     on_a_bench(scenario)
 
 
+def test_three_namespaces_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = list[str]()
+
+    async def answer(process: Any, asked: PlanQuestion, seconds: float) -> MemoryPlan | Infeasible:
+        order.append(asked.job.metadata.namespace)
+        return make_plan(asked.job, NODE, explained=False)
+
+    async def scenario(bench: Bench) -> None:
+        asked = [question(10 * number + first, {"metadata.namespace": namespace})
+                 for first, namespace in enumerate("abc", 1) for number in range(1, 4)]  # fmt: skip
+        for one in asked:
+            await bench.ask(one.job.metadata.namespace, one)
+        await bench.known(*asked)
+        assert order == [*"abc"] * 3
+
+    monkeypatch.setattr(plan_service._PlanProcess, "answer", answer)
+    on_a_bench(scenario, num_processes=1)
+
+
 def is_missing(asked: PlanQuestion) -> bool:
     with suppress(TimeoutError), only_known():
         try:
@@ -158,6 +178,30 @@ def test_a_plan_that_takes_too_long_is_an_answer_for_a_while_and_the_next_is_fou
         assert is_missing(late)
 
     on_a_bench(scenario)
+
+
+def test_after_a_deadline_the_process_is_ended_and_its_late_answer_unread() -> None:
+    async def scenario() -> None:
+        process = plan_service._PlanProcess()
+        late, next_one = question(changes={"metadata.name": "late"}), question()
+        await process.start()
+        first = process._process
+        assert first is not None
+        assert isinstance(await process.answer(late, 0.0), TimeoutError)
+        assert first.returncode == -signal.SIGKILL, "its answer may be in the pipe already"
+        try:
+            assert await process.answer(next_one, HANG_SECONDS) == next_one.answer() != late.answer()
+            assert process._process is not None and process._process.pid != first.pid
+        finally:
+            await process.end()
+
+    forget_plans()
+    asyncio.run(scenario())
+
+
+def test_the_processes_leave_memory_to_the_operator_itself() -> None:
+    """The chart's limit is 512Mi."""
+    assert plan_service.NUM_PROCESSES * plan_service.MOST_BYTES <= 400e6
 
 
 def test_a_process_that_ends_is_an_answer_and_the_next_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

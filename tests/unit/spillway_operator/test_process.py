@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
+from spillway.metrics import OPERATOR_NODE_AVOIDED
 from spillway.placement.cluster_view import ClusterView
 from spillway_operator.decide.planning import metrics_seen
+from spillway_operator.exporter import OperatorExporter
 from spillway_operator.log import JsonFormatter
 from spillway_operator.process import Operator, live_metrics
 from spillway_operator.settings import load_settings
@@ -79,3 +81,18 @@ def test_without_a_source_of_live_memory_metrics_are_not_configured(given: dict[
     found = live_metrics(load_settings({"trainer_image": "trainer:1", **given}), Mock()).snapshot()
     seen = ClusterView(nodes=(), metrics_problem=found.problem, metrics_source=found.source)
     assert (found.source, metrics_seen(seen).reason) == (source, "Stale" if source else "NotConfigured")
+
+
+def test_each_node_that_all_jobs_avoid_is_a_series_of_value_1() -> None:
+    operator = Operator.__new__(Operator)
+    for part in ("_election", "_certificate"):
+        setattr(operator, part, None)
+    operator._lag, operator._audit, operator._metrics = Mock(longest=0.0), Mock(last_time=None), Mock()
+    operator._metrics.snapshot.return_value.age_seconds = None
+    operator._queue = operator._plans = MagicMock(oldest_seconds=0.0)
+    operator._kinds, operator._store = (), Mock(jobs=())
+    operator._cluster = Mock(avoided_nodes=frozenset({"node-7", "node-8"}))
+    exporter = OperatorExporter()
+    exporter.collect_from(operator._gauges)
+    found = [exporter.registry.get_sample_value(OPERATOR_NODE_AVOIDED.name, {"node": f"node-{n}"}) for n in (7, 8, 9)]
+    assert found == [1.0, 1.0, None]

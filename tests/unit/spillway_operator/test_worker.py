@@ -362,6 +362,31 @@ def test_a_look_ends_where_a_plan_takes_long_and_starts_the_job_once_it_is_known
     on_a_bench(scenario)
 
 
+def test_while_a_plan_is_missing_the_worker_looks_at_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both need plans that are never found, and there is one worker."""
+
+    async def never(process: Any, question: PlanQuestion, seconds: float) -> Any:
+        await asyncio.Event().wait()
+
+    async def scenario(bench: Bench) -> None:
+        forget_plans()
+        monkeypatch.setattr(worker_module, "PLAN_SECONDS", 0.0)
+        monkeypatch.setattr(plan_service._PlanProcess, "answer", never)
+        other = document({"spec.training.steps": 77})
+        other["metadata"] = {"name": "other"}
+        seen = project_job(bench.api.put("trainingjobs", other))
+        bench.store.put_job(seen)
+        bench.queue.add(KEY)
+        bench.queue.add(seen.key)
+        worker = asyncio.create_task(bench.worker.run())
+        async with asyncio.timeout(HANG_SECONDS), bench.plans._changed:
+            await bench.plans._changed.wait_for(lambda: len(bench.plans) == 2)
+        worker.cancel()
+        await asyncio.wait([worker])
+
+    on_a_bench(scenario)
+
+
 def test_each_decision_sees_the_reservations_of_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs that wait for the same plan."""
     seen: dict[str, int] = {}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from harness import local_runs
+from spillway.errors import UserError
 from spillway_trainer import __main__ as entry_point
 from spillway_trainer import config, run_job
 from spillway_trainer.checkpoints.directory import CheckpointNotWritten
@@ -134,6 +135,16 @@ def test_a_plan_for_another_job_is_refused_in_a_sentence(tmp_path: Path, what: s
     config.check_plan(job, PLAN, num_segments=6)
     with pytest.raises(config.UserError, match=what):
         config.check_plan(job, changed(PLAN, **WRONG_PLANS[what](PLAN)), num_segments=6)
+
+
+def test_in_a_cluster_a_directory_of_another_job_is_not_trained_in(tmp_path: Path) -> None:
+    job = local_runs.job_file(tmp_path, tmp_path / "text", tmp_path / "corpus", epoch=1)
+    mine = job.model_copy(update={"in_cluster": True, "namespace": "team", "uid": "uid-1"})
+    run_job.start_epoch(mine)
+    run_job.start_epoch(mine.model_copy(update={"epoch": 2}))
+    with pytest.raises(UserError, match=r"another TrainingJob, team/small \(uid uid-1\)"):
+        run_job.start_epoch(mine.model_copy(update={"epoch": 3, "uid": "uid-2"}))
+    run_job.start_epoch(job.model_copy(update={"epoch": 4, "uid": "uid-2"}))  # a local run
 
 
 def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""activation_spill: saved tensors leave for host memory or NVMe in forward and return before backward needs them.
+"""activation_spill: moves saved tensors to host memory or NVMe in forward, and back before backward needs them.
 
     store.py           one batch per segment forward: deduplicates storages, bounds bytes in flight
     records.py         one storage: source, copy, reload, and its views
@@ -9,7 +9,7 @@
     rebuilding.py      records cheap operators and reruns them in backward
     spill.py           ActivationPlan -> hooks around segments
     alone.py           Spilling: a context manager around any forward, without a plan
-    callback.py        the same for the Trainer of transformers
+    callback.py        Spilling for the Trainer of transformers
 
 After SSDTrain (arXiv 2408.10013) and KARMA.
 """

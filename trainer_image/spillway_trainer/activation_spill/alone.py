@@ -4,8 +4,9 @@
     with spilling: loss = model(batch)
     loss.backward()
 
-Inside, what autograd saves is one region: storages leave in the order in which they are saved, in transfers of a few
-MiB, and come back in the reverse order, a few MiB ahead of backward. Weights and small tensors stay.
+Everything that autograd saves inside the block forms one region: storages move out in the order in which they are
+saved, in transfers of a few MiB, and come back in reverse order, a few MiB ahead of backward. Weights and small tensors
+stay in memory.
 """
 
 from __future__ import annotations
@@ -45,28 +46,30 @@ from .store import SavedBatch, SpillStore
 
 MIB = 1 << 20
 LOG = logging.getLogger("spillway")
-"""Reports what a failing disk led to: program and output belong to the user."""
+"""Reports the consequences of a failing disk. A logger, because the program and its output belong to the user."""
 NUM_IO_THREADS = 2
 HOST_BYTES = 1 << 30
-"""Address space for staging and reloads; pages become resident when used, and the window bounds their number."""
+"""Address space for staging and reloads. Pages become resident only when used, and the window bounds their number."""
 REGION = "the forward"
 RAISE_NVME_BYTES = "Raise nvme_bytes; the first forward spills all tensors that it saves for backward."
 
 
 class Spilling:
-    """Saved tensors of each forward inside go to a nameless file in `directory`, of at most `nvme_bytes`. Sizes are
-    numbers of bytes, or quantities as in Kubernetes: "16Gi".
+    """Moves the tensors that each forward inside the block saves to an unnamed file in `directory` of at most
+    `nvme_bytes`. Sizes are numbers of bytes, or Kubernetes quantities such as "16Gi".
 
-    `device_bytes`: saved tensors that may stay in memory: the last ones of each forward, which backward needs first.
-    How many come before them is known from the forward before; the first one spills all, and of a longer one what
-    comes beyond `device_bytes` leaves, too. 0 spills all, always.
+    `device_bytes`: bytes of saved tensors that may stay in memory. The last tensors of each forward stay, because
+    backward needs them first. How many bytes come before them is known from the previous forward, so the first forward
+    spills everything; if a forward saves more than the previous one, what exceeds `device_bytes` is spilled, too. 0
+    always spills everything.
 
-    `encrypts`: what goes to the file is encrypted (AES-256-XTS) with a random key that ends with it.
+    `encrypts`: encrypts the contents of the file (AES-256-XTS) with a random key that exists only as long as the file.
 
-    `close` frees the file. One that nobody refers to any more, and no graph either, closes by itself.
+    `close` frees the file. A Spilling closes by itself once neither the program nor an autograd graph refers to it.
 
-    Threads may share one. Backward has what it would have without, also of what was written through `.data` or numpy or
-    was given other memory (`.data = ...`); where `lean` cannot give that, it raises RuntimeError.
+    Threads may share a Spilling. Backward gets the same values as without it, even of tensors that were written through
+    `.data` or numpy, or were given other memory (`.data = ...`); where `lean` cannot provide them, backward raises
+    RuntimeError.
     """
 
     def __init__(  # noqa: PLR0913 - four of them are sizes for tests
@@ -107,7 +110,7 @@ class Spilling:
         """Forwards in progress, by thread, the innermost last."""
         self._lock = threading.RLock()
         self._visits = weakref.WeakSet[ForwardVisit]()
-        """Forwards that a graph refers to."""
+        """Forwards that an autograd graph still refers to."""
         self._is_torn = False
         """Whether an interrupt (Ctrl-C) may have left something incomplete."""
         self._place = (Path(directory), nvme_bytes, encrypts)
@@ -149,12 +152,12 @@ class Spilling:
         if not self._forgotten.alive:
             raise UserError("this Spilling is closed and its spill file is removed; create a new Spilling")
         if not self._is_torn and not self._visits and any(self.held_bytes().values()):
-            with suppress(SpillwayError):  # of a graph that nobody refers to any more
+            with suppress(SpillwayError):  # the error belongs to a graph that nobody refers to any more
                 self.store.drain()
             self._is_torn = any(self.held_bytes().values())
         if self._is_torn:
             self._open()
-        # The fullest moment of a step is the end of its forward: what reloads before it left behind goes.
+        # Memory is fullest at the end of a step's forward, so give back now what the reloads before it left behind.
         native.mark_tensor_pool()
         self.host.give_pages_back()
         want = wanted(self._last, self._kept_bytes)
@@ -199,7 +202,8 @@ class Spilling:
             self._last = found
 
     def _leave(self, num_outer: int, error: BaseException | None) -> None:
-        """End this thread's regions but the outer ones; more than once where an interrupt came in between."""
+        """Ends this thread's regions except the outer `num_outer`. Can be called again if an interrupt cut a call
+        short."""
         self._is_torn |= error is not None and not isinstance(error, Exception)
         regions = self._entered[threading.get_ident()]
         while len(regions) > num_outer:
@@ -227,7 +231,7 @@ class Spilling:
         }
 
     def stats(self) -> SpillingStats:
-        """Bytes and seconds since it was made, and what it holds now."""
+        """Bytes moved and seconds waited since construction, and bytes held now."""
         moved, held = self.lanes.moved_bytes(), self.held_bytes()
         return SpillingStats(
             written_bytes=moved.get("nvme_write", 0),
@@ -238,11 +242,11 @@ class Spilling:
         )
 
     def close(self) -> None:
-        """Everything in flight ends; the file is gone. Raises UserError while a graph still needs it (not so
-        after an interrupt), and what a write met. Idempotent."""
+        """Finishes everything in flight and frees the file. Raises UserError while a graph still needs the file (except
+        after an interrupt), and the error of a write that failed. Idempotent."""
         if not self._forgotten.alive:
             return
-        self._leave(0, None)  # those that an interrupt left entered
+        self._leave(0, None)  # ends regions that an interrupt left entered
         with self._lock:
             if not self._is_torn:
                 self.store.drain()
@@ -261,19 +265,19 @@ class SpillingStats(NamedTuple):
     """What `Spilling.stats` returns."""
 
     written_bytes: int
-    """To the file."""
+    """Bytes written to the file."""
     read_bytes: int
-    """From it."""
+    """Bytes read from the file."""
     held_on_nvme_bytes: int
     held_in_memory_bytes: int
-    """Of saved tensors, both."""
+    """Like `held_on_nvme_bytes`, bytes of saved tensors."""
     waited_seconds: float
-    """That forward and backward waited for the disk."""
+    """Seconds that forward and backward waited for the disk."""
 
 
 class SavedVariable:
-    """A saved tensor as autograd refers to it: by what it is at backward, when `.data = ...` gave it other memory; but
-    an output of the node that saves it by its memory."""
+    """A saved tensor as autograd refers to it. If `.data = ...` gave the tensor other memory, backward gets the tensor
+    with its new memory; but an output of the very node that saves it is remembered with its original memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         node = tensor.grad_fn
@@ -283,7 +287,7 @@ class SavedVariable:
 
     def elsewhere(self) -> Tensor | None:
         tensor = None if self._ref is None else self._ref()
-        if tensor is None or tensor.untyped_storage()._cdata == self._key:  # the handle keeps that from another storage
+        if tensor is None or tensor.untyped_storage()._cdata == self._key:  # the handle reserves this address
             return None
         if tensor._version != self._version:
             raise changed_in_place(REGION, tensor.shape, self._version, tensor._version)
@@ -291,7 +295,7 @@ class SavedVariable:
 
 
 class SpilledForward(NamedTuple):
-    """One forward, under way."""
+    """One forward in progress."""
 
     entered: ExitStack
     visit: ForwardVisit
@@ -302,13 +306,14 @@ class SpilledForward(NamedTuple):
         if self.recorder is not None:
             rebuilt_bytes, rebuildable_bytes = self.recorder.rebuilt_bytes, self.recorder.rebuildable_bytes
             return Forward(self.batch.offered_bytes, rebuilt_bytes, rebuildable_bytes)
-        # Nobody looked, because there was no need or nothing to find; so it is again, while forwards are alike.
+        # Nobody looked for rebuildable tensors, because none were needed or none exist. The last count stays valid as
+        # long as forwards save the same number of bytes.
         is_alike = last is not None and last.saved_bytes == self.batch.offered_bytes
         return Forward(self.batch.offered_bytes, 0, last.rebuildable_bytes if last is not None and is_alike else None)
 
 
 def parsed(name: str, size: int | str) -> int:
-    """A size that may be a quantity."""
+    """`size` in bytes; a string is parsed as a quantity. Raises UserError if it is none."""
     if not isinstance(size, str):
         return size
     try:
@@ -318,7 +323,7 @@ def parsed(name: str, size: int | str) -> int:
 
 
 def check(module: nn.Module, nvme_bytes: int, device_bytes: int, *sizes: int) -> None:
-    """Raises UserError for what is no module, and for what are no bytes."""
+    """Raises UserError if `module` is not a module, or a size is not a whole number of bytes."""
     if not isinstance(module, nn.Module):
         raise UserError(
             f"Spilling: the first argument is a {type(module).__name__}; give the nn.Module whose activations should "
@@ -332,18 +337,19 @@ def check(module: nn.Module, nvme_bytes: int, device_bytes: int, *sizes: int) ->
 
 
 def close_beside(lanes: CpuLanes, nvme: NvmeSlab) -> None:
-    """Of what nobody can reach any more: on a thread of its own, because the collector runs on any, also on a lane's,
-    which cannot wait for its own end. The interpreter waits for it: a thread that it ends in torch aborts the process.
-    """
+    """Closes the parts of an unreachable Spilling on a thread of its own, because the garbage collector may run on any
+    thread, even on a lane's, which cannot wait for its own end. The interpreter waits for the new thread: if it ended
+    the thread inside torch, the process would abort."""
     if threading.main_thread().is_alive():
         threading.Thread(target=close_parts, args=(lanes, nvme), name="spilling-close").start()
-    else:  # the interpreter ends: no thread begins any more
+    else:  # the interpreter is shutting down and starts no more threads
         close_parts(lanes, nvme)
 
 
 def forget_failed_backward() -> None:
-    """Where a backward of this thread raised, torch holds on to the nodes it had queued, and with them the graph. The
-    next backward drops those younger than a node of its own; the first node of a new thread is older than all."""
+    """Releases the graph of a backward that raised on this thread. torch keeps the nodes that this backward had queued,
+    and with them the graph. The next backward drops queued nodes younger than one of its own, and the first node of a
+    new thread is older than all of them."""
     made: list[Tensor] = []
     thread = threading.Thread(target=lambda: made.append(torch.zeros((), requires_grad=True) * 1))
     thread.start()

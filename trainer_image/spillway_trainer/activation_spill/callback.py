@@ -19,8 +19,9 @@ from .alone import Spilling
 
 
 class SpillingCallback(TrainerCallback):
-    """What training saves for backward goes to a file in `directory`; evaluation saves nothing. The arguments are those
-    of `Spilling`. Logs get `spilled_gib`, what was written so far; `stats` has the rest."""
+    """Spills what training saves for backward to a file in `directory`; evaluation saves nothing. The arguments are
+    those of `Spilling`. Adds `spilled_gib`, the GiB written so far, to the logs; `spilling.stats()` has the other
+    figures."""
 
     def __init__(self, directory: str | Path, **sizes: Any) -> None:
         self._directory, self._sizes = directory, sizes
@@ -34,8 +35,9 @@ class SpillingCallback(TrainerCallback):
                 "SpillingCallback: on_train_begin was called without a model; pass the callback to "
                 "Trainer(callbacks=...), which calls it with the model"
             )
+        self.on_train_end(args, state, control)  # which the Trainer does not call if training raises
         self.spilling, self._model = Spilling(model, self._directory, **self._sizes), model
-        # On the object, not the class: on_train_end removes it, and the class's forward is there again.
+        # Set on the object, not the class: when on_train_end removes it, the class's forward takes effect again.
         model.forward = spilled(self.spilling, model.forward)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -50,7 +52,7 @@ class SpillingCallback(TrainerCallback):
 
 
 def spilled(spilling: Spilling, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` inside `spilling` wherever a backward follows."""
+    """Wraps `forward` to run inside `spilling` whenever gradients are enabled, so that a backward may follow."""
 
     def inside(*given: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():

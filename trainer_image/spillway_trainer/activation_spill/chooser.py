@@ -1,11 +1,12 @@
 """Chooser: observes what forward saves and when backward reads it, then sets a policy for each storage.
 
-    watching   a few steps with every segment's own answer; positions by the order of saves, seconds by two clock reads
-    choosing   `choice.choose` of what all ranks saw, so that they take the same answers
-    holding    by position, while a forward saves the same sizes; where it does not, what is left of the tiers is filled
-    watching   again when steps take another time than they did, or a live correction changed the limits
+    watching   a few steps with the planned policy of every segment: records each storage's position in the order of
+               saves, and, by two clock reads, when it is produced and needed
+    choosing   `storage_choice.choose` on what all ranks saw, so that they take the same answers
+    holding    answers by position while a forward saves the same sizes; other storages go where a tier has room left
+    watching   again when the time of a step changes, or after a live correction changed the limits
 
-No bit of the result depends on it: answers say where bytes wait.
+No bit of the result depends on the answers: they only say where bytes wait.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from ..tiers.extents import round_up
 from ..tiers.lanes import Lane, Lanes
 
 WATCHED_STEPS = 3
-"""The first of them is a warm-up and does not count."""
+"""Steps of one watch; the first one is a warm-up and does not count."""
 WINDOW_STEPS = 20
-"""Steps that are compared with those before them."""
+"""Steps whose median time is compared with that of the first such window."""
 DRIFT = 0.10
-"""Change of a step's seconds that makes it watch again."""
+"""Relative change of a step's seconds that starts a new watch."""
 HYSTERESIS = 0.02
 """Share of a step's seconds that new policies must save to replace the current ones."""
 Agree = Callable[[Sequence[float]], Sequence[Sequence[float]]]
-"""Exchanges a value; returns every rank's, by rank."""
+"""Exchanges values between ranks; returns every rank's values, by rank."""
 
 
 class WatchedStorage:
-    """One storage that is watched."""
+    """When one storage is produced and first needed."""
 
     __slots__ = ("nbytes", "needed_seconds", "produced_seconds", "segment")
 
     def __init__(self, segment: str, nbytes: int, produced_seconds: float) -> None:
         self.segment = segment
         self.nbytes = nbytes
-        """In whole pages, as in the file."""
+        """Size in whole pages, as in the spill file."""
         self.produced_seconds = produced_seconds
         self.needed_seconds: float | None = None
 
 
 class WatchedHandle:
-    """A handle that notes when backward comes to it first."""
+    """A handle that records when backward first needs it."""
 
     __slots__ = ("__weakref__", "_clock", "_handle", "_saved")
 
@@ -73,31 +74,31 @@ class WatchedHandle:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A decision and its reason."""
+    """A decision about the policies of storages, and its reason."""
 
     reason: str
     stall_seconds: float = 0.0
     pass_seconds: float = 0.0
-    """Forward and backward of one micro-batch."""
+    """Seconds of forward and backward of one micro-batch."""
     tier_bytes: dict[Tier, int] = field(default_factory=dict)
     """Bytes that leave the device per micro-batch; empty: the segments' policies stay in force."""
 
 
 class Pass:
-    """One forward and its backward."""
+    """One forward and its backward: what it saves, and the answers that it gets."""
 
     def __init__(self, answers: Sequence[Policy], sizes: Sequence[int]) -> None:
         self.saved: list[WatchedStorage] = []
         self.num_saved = 0
         self.held_bytes = {Policy.HOST: 0, Policy.NVME: 0}
         self.answers, self.sizes = answers, sizes
-        """By position; empty until chosen."""
+        """Answers and sizes by position; empty until chosen."""
         self.is_as_foreseen = True
         self.by_address: dict[int, WatchedStorage] = {}
 
 
 class StoragePolicy:
-    """What a batch asks for each storage that it has not seen yet."""
+    """Answers, in one forward through a segment, where each new storage of a batch goes."""
 
     __slots__ = ("_chooser", "_pass", "_planned", "_segment")
 
@@ -106,7 +107,7 @@ class StoragePolicy:
         self._pass = chooser.current
 
     def answer(self, storage: UntypedStorage) -> Policy:
-        """HOST or NVME."""
+        """HOST or NVME, for the next storage that the forward saves."""
         this, nbytes, position = self._pass, round_up(storage.nbytes()), self._pass.num_saved
         this.num_saved += 1
         self._chooser.note_storage(this.num_saved, nbytes)
@@ -124,8 +125,8 @@ class StoragePolicy:
         return answer
 
     def _roomier(self, nbytes: int) -> Policy:
-        """Where none was chosen, or a forward saves other storages than those that were watched: the plan's own, or
-        where there is room left."""
+        """The answer where none was chosen, or where a forward saves other storages than the watched ones: the planned
+        policy if its tier has room, otherwise the tier with the most room left."""
         limits, held = self._chooser.limits, self._pass.held_bytes
         room = {
             Policy.HOST: limits.host_bytes - held[Policy.HOST],
@@ -134,13 +135,14 @@ class StoragePolicy:
         return self._planned if nbytes <= room[self._planned] else max(room, key=lambda answer: room[answer])
 
     def watched(self, handle: SpilledHandle, storage: UntypedStorage) -> SpilledHandle:
-        """`handle`, while storages are watched with a note of when it is needed."""
+        """`handle`; while storages are watched, wrapped to record when it is needed."""
         saved = self._pass.by_address.get(storage._cdata) if self._chooser.is_watching else None
         return handle if saved is None else WatchedHandle(handle, saved, self._chooser.now)
 
 
 class Chooser:
-    """Of the segments of one model that the plan moves: which of their storages go to host memory, which to NVMe."""
+    """Chooses, for the segments of one model that the plan moves, which storages go to host memory and which to
+    NVMe."""
 
     def __init__(
         self,
@@ -152,8 +154,9 @@ class Chooser:
         *,
         watches: bool = True,
     ) -> None:
-        """`limits`: without rates, which are the lanes'. `segments`: that move, in forward order. `watches`: else
-        nothing is chosen, because the host's clock does not tell when kernels run: forwards keep to the limits."""
+        """`limits`: without rates, which are measured on the lanes. `segments`: those that move, in forward order.
+        `watches`: False if the host's clock does not tell when kernels run; then nothing is chosen, and forwards only
+        keep to the limits."""
         self.limits = limits
         self._watches = watches
         self._first = segments[0]
@@ -165,11 +168,11 @@ class Chooser:
         self.is_corrected = False
         """Whether the plan's policies exceed `limits`."""
         self.largest_bytes = 0
-        """Of the storages so far, in whole pages."""
+        """Size of the largest storage so far, in whole pages."""
         self.most_storages = 0
-        """Of one forward so far."""
+        """The largest number of storages of one forward so far."""
         self._passes: list[list[WatchedStorage]] = []
-        """Last pass of each watched step."""
+        """The storages of the last pass of each watched step."""
         self._num_steps = 0
         """Steps since watching, or holding, began."""
         self._step_seconds: list[float] = []
@@ -178,27 +181,27 @@ class Chooser:
         self._moved, self._busy = lanes.moved_bytes(), lanes.busy_seconds()
 
     def now(self) -> float:
-        """Seconds of compute: what it waited for copies is left out."""
+        """Seconds on a clock of compute alone: time that it waited for copies does not count."""
         return self._clock() - self._lanes.stalled_seconds()
 
     def note_storage(self, number: int, nbytes: int) -> None:
         self.largest_bytes, self.most_storages = max(self.largest_bytes, nbytes), max(self.most_storages, number)
 
     def correct(self, limits: PolicyLimits) -> None:
-        """The next forward keeps to `limits`: storages go where the plan has them while there is room, and are watched
-        to choose again. Every rank calls it after the same step."""
+        """Makes the next forward keep to `limits`: storages go where the plan puts them while there is room, and are
+        watched for a new choice. Every rank calls it after the same step."""
         self.limits, self.is_corrected, self.choice = limits, True, None
         self._watch()
 
     def open(self, segment: str, planned: Policy) -> StoragePolicy:
-        """For one forward through `segment`."""
+        """The policy for one forward through `segment`."""
         if segment == self._first:
             answers = self.choice.answers if self.choice is not None and not self.is_watching else ()
             self.current = Pass(answers, self._sizes)
         return StoragePolicy(self, segment, planned)
 
     def end_step(self) -> Chosen | None:
-        """Every rank calls it after each step. A decision, where one was made: the same on all ranks."""
+        """Every rank calls it after each step. Returns the decision if one was made, the same on all ranks."""
         if not self._watches:
             return None
         ended = self._clock()
@@ -232,7 +235,7 @@ class Chooser:
         self.current = Pass((), ())
 
     def _decide(self) -> Chosen:
-        """What the ranks saw, as a mean, so that each solves the same problem."""
+        """Chooses by the mean of what the ranks saw, so that each rank solves the same problem."""
         counted = self._passes[1:]
         sizes = [saved.nbytes for saved in counted[-1]]
         signature = [(saved.segment, saved.nbytes) for saved in counted[-1]]
@@ -259,7 +262,7 @@ class Chooser:
         return self._settled(found, StepSimulation(storages, limits), sizes)
 
     def _settled(self, found: Choice, course: StepSimulation, sizes: list[int]) -> Chosen:
-        """`found`, unless what holds is nearly as fast as things are now."""
+        """Adopts `found`, unless the current choice would be nearly as fast under what was just watched."""
         holding = self.choice
         if holding is not None and self._sizes == sizes:
             played = course.play(holding.answers, holding.price)
@@ -274,7 +277,7 @@ class Chooser:
         return Chosen(found.reason, found.stall_seconds, found.step_seconds, found.tier_bytes)
 
     def _rates(self) -> list[float]:
-        """Bytes per second of d2h, h2d, NVMe writes and reads since watching began to count; 0: none moved."""
+        """Bytes per second of d2h, h2d, NVMe writes and reads since watching began to count; 0 if none moved."""
         moved, busy = self._lanes.moved_bytes(), self._lanes.busy_seconds()
         rates = []
         for lane in (Lane.D2H, Lane.H2D, Lane.NVME_WRITE, Lane.NVME_READ):
@@ -285,8 +288,8 @@ class Chooser:
 
 
 def times_of(passes: Sequence[Sequence[WatchedStorage]]) -> list[float]:
-    """Produced and needed seconds of each storage in turn, from the first one's production: a mean of the passes. What
-    backward never came to is needed at its end."""
+    """Produced and needed seconds of each storage in turn, from the first one's production: the mean of the passes. A
+    storage that backward never came to counts as needed at its end."""
     found = []
     for saved in passes:
         start = saved[0].produced_seconds

@@ -1,8 +1,8 @@
 """Selective recomputation: which saved tensors cheap operators can recompute from the others.
 
-A norm's output is made again from its input, an activation function's from the same, a product from its factors: some
-memory passes instead of a tensor held, or of a trip to the disk. This file says which operators, what counts as cheap,
-and how many bytes are wanted; `rebuilding.py` sees the operators run, and runs them again.
+A norm's output is recomputed from its input, an activation function's likewise, and a product from its factors: a few
+passes over memory replace holding a tensor or a trip to the disk. This file says which operators qualify, what counts
+as cheap, and how many bytes to rebuild; `rebuilding.py` sees the operators run, and runs them again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ Operator = Any
 """torch's OpOverload: it has no useful type."""
 
 MAX_KERNELS = 8
-"""Kernels that a rebuild may launch: an activation function written out (tanh's GELU) has as many."""
+"""Kernels that a rebuild may launch: as many as an activation function written in single operators (GELU with tanh)."""
 MAX_TRAFFIC = 24
 """Bytes read and written per rebuilt byte: three per kernel, like a product of two tensors."""
 MAX_OPERAND = 4
-"""Bytes of one operand per rebuilt byte: a slice of something much larger would hold all of it."""
+"""Bytes of one operand per rebuilt byte. The limit excludes a slice of a much larger tensor, all of which would be
+held."""
 
 
 class TensorLayout(NamedTuple):
@@ -38,16 +39,16 @@ class TensorLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one rebuild, all that it must rebuild first included."""
+    """The cost of one rebuild, including everything that must be rebuilt first."""
 
     num_kernels: int
     traffic_bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     largest_operand_bytes: int
 
 
 def total(out_bytes: int, operand_bytes: list[int], before: list[Cost]) -> Cost:
-    """Of one operator's result, with what its operands cost."""
+    """The cost of one operator's result, including the costs `before` of its operands."""
     return Cost(
         1 + sum(cost.num_kernels for cost in before),
         out_bytes + sum(operand_bytes) + sum(cost.traffic_bytes for cost in before),
@@ -56,7 +57,7 @@ def total(out_bytes: int, operand_bytes: list[int], before: list[Cost]) -> Cost:
 
 
 def is_cheap(cost: Cost, nbytes: int) -> bool:
-    """Whether `nbytes` are better rebuilt than moved."""
+    """Whether it is better to rebuild `nbytes` at this cost than to move them."""
     return (
         cost.num_kernels <= MAX_KERNELS
         and cost.traffic_bytes <= MAX_TRAFFIC * nbytes
@@ -65,13 +66,13 @@ def is_cheap(cost: Cost, nbytes: int) -> bool:
 
 
 class Forward(NamedTuple):
-    """What a forward saved, in bytes; weights and small tensors left out."""
+    """Bytes that a forward saved, without weights and small tensors."""
 
     held_bytes: int
-    """Kept or moved."""
+    """Bytes kept or moved."""
     rebuilt_bytes: int
     rebuildable_bytes: int | None
-    """Including those already rebuilt; None: not examined."""
+    """Bytes that can be rebuilt, including `rebuilt_bytes`; None: not examined."""
 
     @property
     def saved_bytes(self) -> int:
@@ -79,15 +80,15 @@ class Forward(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Of the next forward, in bytes; None: as many as there are."""
+    """Bytes that the next forward should rebuild and move; None: as many as possible."""
 
     rebuilt_bytes: int | None
     moved_bytes: int | None
 
 
 def wanted(last: Forward | None, kept_bytes: int) -> Wanted:
-    """What must go so that at most `kept_bytes` stay of a forward like `last`: first what can be rebuilt, for that
-    costs least, then what must be moved. None: nothing is known yet, all goes."""
+    """What to rebuild and move so that at most `kept_bytes` of a forward like `last` stay: rebuilds come first, because
+    they cost least. With `last` None nothing is known yet, and everything goes."""
     if last is None:
         return Wanted(None, None)
     excess_bytes = max(0, last.saved_bytes - kept_bytes)
@@ -124,5 +125,5 @@ def _replayable() -> dict[Operator, int | None]:
 
 
 REPLAYABLE = _replayable()
-"""Operators that give the same bits for the same inputs and pass over memory only a few times, with the results that
-this holds for."""
+"""Operators that give the same bits for the same inputs and pass over memory only a few times, each with the index of
+the result for which this holds (None: its only result)."""

@@ -1,11 +1,11 @@
-"""Live correction: others fill the spill volume, so activations of a run that goes on move from the spill file to host
-memory that the plan keeps free for it (`TierBytes.reserve`), and the file becomes smaller.
+"""Live correction: when others fill the spill volume, activations of a run in progress move from the spill file to host
+memory that the plan keeps free for this (`TierBytes.reserve`), and the file becomes smaller.
 
-    every few steps   each rank looks at its volume; all gather what they saw, and what the operator answered rank 0
-    the same step     all ranks: NVMe takes less, host memory as much more; the file gives the difference back
-    the next forward  keeps to it: storage by storage as the plan has it while there is room, then as is chosen again
+    every few steps   each rank looks at its volume; all gather what they saw, and what the operator told rank 0
+    the same step     on all ranks NVMe takes less and host memory as much more; the file gives the difference back
+    the next forward  keeps to it: each storage goes where the plan puts it while there is room; then a new choice holds
 
-Only where bytes wait changes, so no bit of the result does. docs/activation-spill.md says more.
+Only the place where bytes wait changes, so no bit of the result does. docs/activation-spill.md says more.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from .spill import ActivationSpill
 CHECK_STEPS = 20
 """Most steps between two looks at the volumes."""
 CHECK_SECONDS = 1.0
-"""Long steps are looked after sooner."""
+"""Most seconds between two looks, unless a single step takes longer."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """The same in all containers of a node."""
 
 
 class ReportSink(Protocol):
-    """Who rank 0 reports to."""
+    """What rank 0 reports to: the operator."""
 
     @property
     def wanted_activations(self) -> int:
-        """Bytes of each rank's spill file that activations may take, as it answered last."""
+        """Bytes of each rank's spill file that activations may take, by the operator's last answer."""
 
     def spill_volume(self, volume: SpillVolume) -> None:
-        """What to report from now on."""
+        """Sets what to report from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class MovedBytes:
 
     activations_before: int
     activations: int
-    """Bytes of the spill file that they may use."""
+    """Bytes of the spill file that activations may use now."""
     host: int
-    """Bytes of host memory that they may use beyond the plan."""
+    """Bytes of host memory that activations may use beyond the plan."""
     spill_file_before: int
     spill_file: int
 
@@ -72,10 +72,10 @@ class MovedBytes:
 
 
 class Volume(NamedTuple):
-    """A file system, now."""
+    """The current state of a file system."""
 
     identity: int
-    """The same from every process of one node."""
+    """The same in every process of one node."""
     size: int
     free: int
 
@@ -91,11 +91,11 @@ class Volume(NamedTuple):
 
 
 UNKNOWN = Volume(0, 0, MAX_BYTES)
-"""Never the one with the least free bytes if another is known."""
+"""Has so many free bytes that it is never the volume with the least, if another one is known."""
 
 
 class RankSample(NamedTuple):
-    """What one rank brings to a gathering; each field is a float there, exact below 2^53."""
+    """What one rank contributes to a gather, where each field is a float: exact below 2^53."""
 
     identity: float
     size: float
@@ -103,12 +103,12 @@ class RankSample(NamedTuple):
     free_at_start: float
     host_room: float
     wanted: float
-    """On rank 0; None on the others."""
+    """The operator's answer on rank 0; infinite on the other ranks, and without an operator."""
     step_seconds: float
 
 
 class LiveCorrection:
-    """Of one rank. `end_step` follows every step of every rank, when no activations are held."""
+    """The live correction of one rank. Every rank calls `end_step` after every step, when no activations are held."""
 
     def __init__(
         self,
@@ -121,17 +121,17 @@ class LiveCorrection:
         operator: ReportSink | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`operator`: None where none listens, and of every rank but 0."""
+        """`operator`: None if no operator listens, and on every rank but 0."""
         self._plan, self._spill, self._chooser, self._nvme, self._ranks = plan, spill, chooser, nvme, ranks
         self._tell, self._operator, self._clock = tell, operator, clock
         self._limits = chooser.limits
-        """As planned."""
+        """The planned limits."""
         self._moved_bytes = 0
         """Bytes of the spill file that activations may no longer use."""
         self._owed_bytes = 0
-        """Of them, bytes that the file could not free so far."""
+        """The part of `_moved_bytes` that the file could not free so far."""
         self._free_at_start: dict[Path, int] = {}
-        self._steps_left = self._num_steps = 1  # all ranks have made their files when they end their first step
+        self._steps_left = self._num_steps = 1  # by the end of their first step all ranks have made their files
         self._last_check = clock()
 
     @property
@@ -141,16 +141,17 @@ class LiveCorrection:
 
     @property
     def host_room(self) -> int:
-        """Bytes that may still move. None after a failure: what could not be written may have taken the room."""
+        """Bytes that may still move. 0 after a failure of NVMe: what could not be written may have taken the room."""
         if self._nvme.first_failure is not None:
             return 0
         num_moving = sum(answer in (Policy.HOST, Policy.NVME) for answer in self._plan.activations.answers)
-        lost = self._lost_bytes + ALIGNMENT_BYTES * num_moving  # a segment's storages are one run of whole pages
+        lost = self._lost_bytes + ALIGNMENT_BYTES * num_moving  # a segment's storages form one run of whole pages
         return max(0, min(self.activations, self._plan.bytes[Tier.HOST].reserve - lost - self._moved_bytes))
 
     @property
     def _lost_bytes(self) -> int:
-        """Of host memory: storages fill no tier to the last byte, and are counted in whole pages."""
+        """Bytes of host memory that cannot be used: storages do not fill a tier to the last byte, and count in whole
+        pages."""
         return self._chooser.largest_bytes + ALIGNMENT_BYTES * self._chooser.most_storages
 
     def end_step(self) -> None:
@@ -162,7 +163,7 @@ class LiveCorrection:
         room = int(min(seen.host_room for seen in every))
         wanted = max(min(seen.wanted for seen in every), self.activations - room, 0)
         if wanted < self.activations:
-            self._correct(int(wanted))  # what was seen is from before: the operator hears of it at the next look
+            self._correct(int(wanted))  # what was seen is outdated now: the operator hears of it at the next look
         else:
             self._give_back()
             if self._operator is not None:
@@ -191,8 +192,8 @@ class LiveCorrection:
         self._chooser.correct(replace(limits, nvme_bytes=nvme_bytes, host_bytes=limits.host_bytes + host))
         self._spill.store.plans_host = True
         while self._nvme.reclaim is not None and self._nvme.reclaim():
-            pass  # extents whose last use has just ended
-        gc.collect()  # and those of graphs that only the collector frees
+            pass  # frees extents whose last use has just ended
+        gc.collect()  # frees extents of graphs that only the garbage collector can free
         self._give_back()
         self._tell(MovedBytes(before, activations, host, file_before, self._nvme.capacity_bytes))
 
@@ -209,7 +210,7 @@ def attach(
     tell: Callable[[MovedBytes], None],
     operator: ReportSink | None,
 ) -> None:
-    """From now on `spill` is corrected at the ends of steps, where the plan has a reserve for that."""
+    """From now on corrects `spill` at the end of each step, if the plan has a reserve for this."""
     if spill is None or spill.chooser is None or nvme is None or not plan.movable_activations:
         return
     correction = LiveCorrection(plan, spill, spill.chooser, nvme, ranks, tell, operator)
@@ -217,12 +218,12 @@ def attach(
 
 
 def steps_between(step_seconds: float) -> int:
-    """The same on all ranks, of the same figure."""
+    """Steps until the next look; the same on all ranks, because they pass the same figure."""
     return CHECK_STEPS if step_seconds <= 0.0 else max(1, min(CHECK_STEPS, int(CHECK_SECONDS / step_seconds)))
 
 
 def volume_of(every: Sequence[RankSample], activations: int, host_room: int) -> SpillVolume:
-    """The volume with the least free bytes."""
+    """The volume with the least free bytes, as rank 0 reports it."""
     least = min(every, key=lambda seen: seen.free)
     return SpillVolume(
         size=int(least.size),

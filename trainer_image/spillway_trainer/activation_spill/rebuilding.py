@@ -1,15 +1,15 @@
 """Records the operators of a forward and reruns the cheap ones when backward needs their results.
 
-A saved tensor is rebuilt only when all of this holds, and is held as any other when not:
+A saved tensor is rebuilt only if all of the following holds; otherwise it is held like any other:
 
-    the operator     is in `lean.REPLAYABLE`, and was seen in this forward with the very arguments that it had: numbers
-                     that change from step to step are those of this step
-    its operands     are saved tensors of the same forward, at the version that they were saved at; small ones are
-                     copied; or they can themselves be rebuilt from such
-    its bits         came out the same when it was run twice, once for each operator, layout and number
+    the operator     is in `lean.REPLAYABLE`, and was seen in this forward with its actual arguments: numbers that
+                     change from step to step are those of this step
+    its operands     are saved tensors of the same forward, at the version at which they were saved; or are small, and
+                     copied; or can themselves be rebuilt from such operands
+    its bits         came out the same when it was run twice; checked once for each operator, layout and number
 
-What came of it then costs its share of backward and no memory in between. A tensor that was changed in place raises as
-it would without: what is handed out shares the version counter of what was saved.
+A rebuilt tensor costs time in backward, and no memory before. A tensor that was changed in place raises as it would
+without rebuilding, because the tensor that backward gets shares the version counter of the saved one.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels import native
 from ..saved_tensors import ForwardVisit, Handle, Packed, Packer, SavedParameter, changed_in_place, has_storage
+from ..tiers.arena import TORCH_ALIGNMENT_BYTES
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from .lean import REPLAYABLE, Cost, Operator, TensorLayout, is_cheap, total
 from .records import counted_with, empty, origin, share_counter, storage_bytes
 
 SMALL_BYTES = 64 << 10
 """Operands up to this size are copied: weights of norms, statistics of rows. Later changes to them do not matter."""
-ALIGNED_BYTES = 64
-"""torch's alignment of storages: one with less could take another path in a kernel when it is rebuilt."""
 NOTHING = torch.empty(0)
 NEVER = -1
 """A version that no tensor has."""
 MAX_PROVEN = 4096
-"""Operators, layouts and numbers to remember: a number that changes in every step would fill memory."""
+"""Most combinations of operator, layouts and numbers to remember: a number that changes in every step would otherwise
+fill memory."""
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether storage and Layout say all of it: one that is lazily conjugated or negated has a bit more."""
+    """Whether storage and TensorLayout describe `tensor` completely: a lazily conjugated or negated tensor has one more
+    bit."""
     return has_storage(tensor) and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
 
 
@@ -50,7 +51,7 @@ class NotHeld(Exception):
 
 
 class Held:
-    """A tensor that autograd saved in this forward, by its handle, which autograd owns."""
+    """A tensor that autograd saved in this forward, by a weak reference to its handle, which autograd owns."""
 
     __slots__ = ("_origin", "handle", "layout", "version", "witness")
 
@@ -72,7 +73,7 @@ class Held:
 
 
 class Leaf(NamedTuple):
-    """An operand that backward has by then. `layout`: where it is another view of the saved storage."""
+    """An operand that backward will have. `layout`: given if the operand is another view of the saved storage."""
 
     held: Held
     layout: TensorLayout | None
@@ -93,7 +94,7 @@ class Leaf(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """A small operand's values."""
+    """A copy of a small operand."""
 
     value: Tensor
 
@@ -102,7 +103,7 @@ class Copied(NamedTuple):
 
 
 class NestedOperand(NamedTuple):
-    """An operand that is itself the result of such an operator, and is not held."""
+    """An operand that is itself the result of a replayable operator, and is not held."""
 
     result: Result
     layout: TensorLayout | None
@@ -122,20 +123,21 @@ def view_of(tensor: Tensor, layout: TensorLayout | None) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of its values, at some 30 GB/s; 0 for all on a device, where the host would have to wait for each."""
+    """Checksum of the tensor's values, at some 30 GB/s. 0 for every tensor on a device, where the host would have to
+    wait for each."""
     if tensor.device.type != "cpu":
         return 0
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if span > tensor.numel():  # with gaps, which may be others'
+    if span > tensor.numel():  # has gaps, which may belong to other tensors
         tensor, span = tensor.contiguous(), tensor.numel()
     start = tensor.storage_offset() * tensor.itemsize
     values = storage_bytes(tensor)[start : start + span * tensor.itemsize]
-    # Not by numpy: torch takes a storage that it was shown for one that others may write into.
+    # Not through numpy: torch then regards the storage as one that others may write into.
     return xxhash.xxh3_64_intdigest(native.bytes_of(values))
 
 
 class Pin:
-    """Keeps the address of a storage from being given to another one, not its bytes."""
+    """Keeps the address of a storage from being reused for another one, but does not keep its bytes."""
 
     __slots__ = ("_address",)
 
@@ -152,7 +154,7 @@ class Pin:
 
 
 class Result:
-    """What one operator gave, and how it gives it again."""
+    """The result of one operator, and how to compute it again."""
 
     __slots__ = (
         "_arguments",
@@ -176,7 +178,7 @@ class Result:
         tensor: Tensor,
         cost: Cost,
     ) -> None:
-        """`arguments`, `keywords`: with an Operand for each tensor."""
+        """`arguments`, `keywords`: with an Operand in place of each tensor."""
         self._operator, self._which = operator, which
         self._arguments, self._keywords = arguments, keywords
         self._pin = Pin(tensor.untyped_storage())
@@ -185,7 +187,7 @@ class Result:
         self.version = tensor._version
         self.cost = cost
         self.rebuilt: weakref.ref[Rebuilt] | None = None
-        """Who rebuilds it, once it is saved."""
+        """What rebuilds it, once autograd has saved it."""
 
     def run(self) -> Tensor:
         arguments = [value_of(each) for each in self._arguments]
@@ -194,7 +196,7 @@ class Result:
             return chosen(self._operator(*arguments, **keywords), self._which)
 
     def hold(self) -> None:
-        """Who is to rebuild it keeps the original, if there is one still: others may write into it."""
+        """Makes its Rebuilt keep the original storage, if that still exists, because others may write into it."""
         if self.rebuilt is not None and (rebuilt := self.rebuilt()) is not None:
             rebuilt.original = self._pin.storage()
 
@@ -226,7 +228,8 @@ def chosen(results: Any, which: int | None) -> Tensor:
 
 
 class Charge:
-    """Bytes on the ledger for as long as this object lives: it lives on the storage that they are."""
+    """Bytes that are charged to the ledger for as long as this object lives; it is an attribute of the storage that has
+    them."""
 
     __slots__ = ("_ledger", "_nbytes")
 
@@ -235,14 +238,15 @@ class Charge:
         self._ledger, self._nbytes = ledger, nbytes
 
     def __del__(self) -> None:
-        if hasattr(self, "_nbytes"):  # else it was refused
+        if hasattr(self, "_nbytes"):  # else the charge was refused
             self._ledger.release(ACTIVATIONS, self._nbytes)
 
 
 class Rebuilt:
-    """A storage that is not held: one rebuild serves all views of it, for as long as any of them is in use.
+    """A storage that is rebuilt instead of held. One rebuild serves all its views, for as long as any of them is in
+    use.
 
-    Who asks while the original is still there (in use by the forward, or as an output) gets that.
+    While the original still exists (in use by the forward, or as an output), views get the original.
     """
 
     __slots__ = ("__weakref__", "_handles", "_ledger", "_num_threads", "_pin", "_result", "original")
@@ -256,7 +260,7 @@ class Rebuilt:
         self.original: UntypedStorage | None = None
         self._ledger = ledger
         self._num_threads = num_threads
-        """Kernels divide their work by it, and remainders take another path."""
+        """The forward's number of threads: kernels divide their work by it, and remainders take another path."""
 
     def storage(self) -> UntypedStorage:
         storage = self._pin.storage()
@@ -284,7 +288,7 @@ AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.
 
 
 class RebuiltTensor:
-    """A view of a storage that is rebuilt: what pack returned for one saved tensor."""
+    """A view of a storage that is rebuilt: what `pack` returned for one saved tensor."""
 
     __slots__ = ("__weakref__", "_layout", "_rebuilt", "_segment", "_version", "_witness")
 
@@ -309,9 +313,9 @@ class RebuiltTensor:
 
 
 class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around one forward: knows how each large result of a cheap operator came about, and is its pack hook.
+    """Records, around one forward, how each large result of a cheap operator came about; also provides its pack hook.
 
-    Compiled regions run as they are compiled: nothing inside them is seen, and what they save is held.
+    Regions compiled by torch.compile run as compiled: the tape sees nothing inside them, and what they save is held.
     """
 
     def __init__(
@@ -323,8 +327,8 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         limit_bytes: int | None,
         proven: dict[object, bool],
     ) -> None:
-        """`limit_bytes`: so much is rebuilt (None: all that can be). `proven`: operators with layouts and numbers,
-        and whether they gave the same bits twice; kept from forward to forward."""
+        """`limit_bytes`: how much is rebuilt (None: all that can be). `proven`: whether an operator with certain
+        layouts and numbers gave the same bits twice; kept from forward to forward."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._packer = packer
         self._visit = visit
@@ -336,7 +340,7 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: dict[int, Held] = {}
         """By the address of a storage object, which the handle keeps from being reused."""
         self.results: dict[int, Result] = {}
-        """The same, kept by a pin."""
+        """By the address of a storage object, which a Pin keeps from being reused."""
         self.rebuilt_bytes = 0
         self.rebuildable_bytes = 0
 
@@ -346,7 +350,7 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or the first operator would import the compiler: 150 MiB, for a mode that it never sees
+        return False  # otherwise the first operator would import the compiler: 150 MiB, for a mode that it never sees
 
     def __torch_dispatch__(
         self, operator: Operator, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -391,7 +395,7 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return None
             self.rebuildable_bytes += result.nbytes
             if self._limit_bytes is not None and self.rebuilt_bytes >= self._limit_bytes:
-                del self.results[tensor.untyped_storage()._cdata]  # it is held from now on, by every view
+                del self.results[tensor.untyped_storage()._cdata]  # from now on it is held, for every view
                 return None
             self.rebuilt_bytes += result.nbytes
             rebuilt = Rebuilt(result, handles, tensor.untyped_storage(), self._ledger, self._num_threads)
@@ -401,14 +405,14 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return RebuiltTensor(rebuilt, tensor, witness, visit.segment)
 
     def _forget(self, written: Iterable[Tensor]) -> None:
-        """What their storages were is no more."""
+        """Forgets what is known of the storages of `written`, because their values have changed."""
         for tensor in written:
             if has_storage(tensor):
                 key = tensor.untyped_storage()._cdata
                 if (result := self.results.pop(key, None)) is not None:
                     result.hold()
                 if (held := self._held.pop(key, None)) is not None:
-                    held.version = NEVER  # what was to be rebuilt from it is held, if it is not packed yet
+                    held.version = NEVER  # results not packed yet cannot be rebuilt from it any more
 
     def _note(
         self, operator: Operator, which: int | None, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor
@@ -416,7 +420,7 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         key: int = storage._cdata
         self.results.pop(key, None)
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() % ALIGNED_BYTES or not is_plain(tensor):
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() % TORCH_ALIGNMENT_BYTES or not is_plain(tensor):
             return
         seen = ReplayArguments(self)
         try:
@@ -440,7 +444,7 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> bool:
         try:
             known = self._proven.get(facts)
-        except TypeError:  # a number that has no hash: a symbol
+        except TypeError:  # a number without a hash: a symbol
             return False
         if known is None:
             again = chosen(operator(*args, **kwargs), which)
@@ -452,13 +456,13 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def operand(self, tensor: Tensor) -> tuple[Operand, list[Cost]]:
-        """How backward will have `tensor`, and what that costs. Raises NotHeld."""
+        """How backward will get `tensor`, and what that costs. Raises NotHeld if it will not have it."""
         if not is_plain(tensor):
             raise NotHeld
         if tensor.nbytes <= SMALL_BYTES and tensor.is_contiguous():
             return Copied(tensor.detach().clone()), []
         storage = tensor.untyped_storage()
-        if storage.data_ptr() % ALIGNED_BYTES:
+        if storage.data_ptr() % TORCH_ALIGNMENT_BYTES:
             raise NotHeld
         key: int = storage._cdata
         layout = TensorLayout.of(tensor)
@@ -476,12 +480,12 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReplayArguments:
-    """The arguments of one call, turned into what backward will have."""
+    """Converts the arguments of one call to what backward will have."""
 
     def __init__(self, recorder: OperatorTape) -> None:
         self._operand = recorder.operand
         self.facts: list[object] = []
-        """All but the values: layouts and numbers."""
+        """Everything except the values of tensors: layouts and numbers."""
         self.operand_bytes: list[int] = []
         self.costs: list[Cost] = []
 
@@ -515,7 +519,7 @@ def same_bytes(first: Tensor, second: Tensor) -> bool:
 
 
 class Writes(NamedTuple):
-    """An operator that changes some of its arguments: by place, and by name."""
+    """The arguments that an operator writes into: by position, and by name."""
 
     places: tuple[int, ...]
     names: tuple[str, ...]
@@ -527,7 +531,7 @@ class Writes(NamedTuple):
 
 UNKNOWN, OTHER = object(), object()
 KINDS: dict[Operator, Any] = dict(REPLAYABLE)
-"""For every operator seen so far: which result can be rebuilt, or what it Writes, or OTHER."""
+"""For every operator seen so far: the index of the result that can be rebuilt, or what it Writes, or OTHER."""
 
 
 def kind_of(operator: Operator) -> object:

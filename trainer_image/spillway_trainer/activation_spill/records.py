@@ -16,7 +16,7 @@ from ..tiers.lanes import Buffer, Event, Lanes, Region, owned_once
 
 
 class SavedBy(Protocol):
-    """What one forward saved (store.Batch), as its records see it."""
+    """What one forward saved (store.SavedBatch), as its records see it."""
 
     segment: str
     backward_label: str
@@ -38,7 +38,8 @@ class SourceTransfer(Protocol):
 class Record:
     """One generation of a storage: its source on the device, its copy (a part of a Transfer), and its reload.
 
-    Handles own it. With the last one it releases the reload buffer, and its part of the transfer.
+    Handles own the record. When the last one is gone, the record releases its reload buffer and its part of the
+    transfer.
     """
 
     __slots__ = (
@@ -67,7 +68,8 @@ class Record:
     def __init__(
         self, lanes: Lanes, ledger: DeviceLedger, batch: SavedBy, index: int, tensor: Tensor, storage: UntypedStorage
     ) -> None:
-        """`storage`: of `tensor`. Raises DeviceOutOfMemory when it does not fit: it counts until it is copied."""
+        """`storage`: that of `tensor`; it stays charged to the device until it is copied. Raises DeviceOutOfMemory when
+        it does not fit."""
         self._lanes = lanes
         self._ledger = ledger
         key = ledger.charge_saved(storage)
@@ -81,7 +83,8 @@ class Record:
         self._loaded: Event | None = None
         self._awaited = False
         self._stays = False
-        """Whether the source is kept, because no tier took it."""
+        """Whether the source stays on the device, because no tier took it or because it was needed before it was
+        copied."""
         self._label = ""
         self.batch = batch
         self.index = index
@@ -95,7 +98,7 @@ class Record:
 
     @property
     def label(self) -> str:
-        if not self._label:  # asked for by its write, its buffer and its read
+        if not self._label:  # the write, the buffer and the read of a record use it
             self._label = f"saved storage {self.index} of {self.batch.segment}"
         return self._label
 
@@ -106,19 +109,20 @@ class Record:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether others than us can still write into the source, also unseen: through `.data`, or through numpy's
-        array that it is made of. To move it would free nothing yet."""
+        """Whether others can still write into the source, even undetected: through `.data`, or through the numpy array
+        that it was made from. Moving it would free nothing yet."""
         storage = self._source.untyped_storage()
         num_users: int = torch._C._storage_Use_Count(storage._cdata)
-        return num_users > self._ledger.num_holders(self._key) + 1 or not storage.resizable()  # one is `storage`
+        return num_users > self._ledger.num_holders(self._key) + 1 or not storage.resizable()  # + 1: `storage`
 
     @property
     def witness(self) -> Tensor:
-        """Shares the version counter of what was saved; empty once it is copied."""
+        """A tensor that shares the version counter of the saved one; empty once the source is copied."""
         return self._source
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` views this generation of the storage: the source, or its reload, unchanged since."""
+        """Whether `tensor` views this generation of the storage: the source, or its reload, unchanged since it was
+        saved."""
         key: int = tensor.untyped_storage()._cdata
         if key == self._key:
             return tensor._version == self.version and share_counter(tensor, self._source, self._origin)
@@ -127,33 +131,35 @@ class Record:
         return is_reload and tensor._version == self.version
 
     def lend_source(self) -> tuple[Tensor, int]:
-        """The source and its charge, from now on the business of a Sources."""
+        """Hands the source and its charge over to a Sources."""
         assert self._charge is not None
         charge, self._charge = self._charge, None
         return self._source, charge
 
     def stay(self, charge: int | None = None) -> None:
-        """Keep the source on the device in place of a copy, charged as it is or by the `charge` it was lent with."""
+        """Keeps the source on the device instead of a copy, under its own charge or the `charge` that it was lent
+        with."""
         self._stays = True
         if charge is not None:
             self._charge = charge
 
     def load_into(self, buffer: Buffer, loaded: Event) -> None:
         self._reload, self._loaded = buffer, loaded
-        # By its reload, too: what is saved again while it is here is not copied again.
+        # Make the record known by its reload, too: a reload that is saved again is not copied again.
         self.batch.know(buffer.tensor, self)
 
     def unload(self) -> None:
-        """Give the reload up; the next need loads it again."""
+        """Releases the reload; the next use loads it again."""
         if self._reload is not None and self._loaded is not None:
             last = self._lanes.computed() if self._awaited else self._loaded
             self._lanes.release(self._reload, after=(last,))
         self._reload, self._loaded, self._awaited = None, None, False
 
     def storage(self, size: torch.Size, *, with_batch: bool) -> UntypedStorage:
-        """The bytes on the device again, waited for. `with_batch`: a cold load takes the whole transfer along.
+        """The storage on the device, once its reload is complete. `with_batch`: if no reload is on its way, loads the
+        whole transfer.
 
-        `size` is what the error says when the source was changed in place after it was saved.
+        `size` appears in the error that is raised if the source was changed in place after it was saved.
         """
         if self._source._version != self.version:
             raise changed_in_place(self.batch.segment, size, self.version, self._source._version)
@@ -171,7 +177,7 @@ class Record:
         return self._reload.tensor.untyped_storage()
 
     def _load_cold(self, *, with_batch: bool) -> None:
-        if self.transfer is None:  # needed while its segment's forward still runs, or others had it until now
+        if self.transfer is None:  # needed while its segment's forward still runs, or others held it until now
             self.stay()
         else:
             self.transfer.load(None if with_batch else [self])
@@ -186,19 +192,19 @@ class Record:
 
 
 def origin(tensor: Tensor) -> Tensor:
-    """What `tensor` is a view of: they have one version counter."""
+    """The tensor that `tensor` is a view of, or `tensor` itself: both have the same version counter."""
     base: Tensor | None = tensor._base
     return tensor if base is None else base
 
 
 def share_counter(first: Tensor, second: Tensor, known: weakref.ref[Tensor]) -> bool:
-    """Whether a change in place of one shows in the version of the other; `known`: the origin of one that `second`
-    shares its counter with.
+    """Whether an in-place change of one shows in the version of the other. `known`: the origin of a tensor that
+    `second` shares its counter with.
 
-    Not all that share a storage do: torch splits some results (the gates of a recurrent cell) into tensors that count
-    for themselves, so that one may still be written when the copy of another is under way. torch tells nobody; so the
-    counter is set and put back, at 0.9 us. Not that of a tensor that its user still holds, as parameters and inputs
-    are: another thread may run backward with it and would see the change.
+    Not all tensors that share a storage share a counter: torch splits some results (the gates of a recurrent cell) into
+    tensors with counters of their own, so one may still be written while another is being copied. torch does not tell
+    which ones do, so the counter is changed and set back, at 0.9 us. The counter of a tensor that its user still holds,
+    such as a parameter or an input, is not touched: another thread may run backward with it and would see the change.
     """
     if known() is origin(first):
         return True
@@ -210,7 +216,7 @@ def share_counter(first: Tensor, second: Tensor, known: weakref.ref[Tensor]) -> 
 
 
 def counted_with(witness: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor` with the version counter of `witness`: a change in place of one shows in the version of both."""
+    """`tensor` with the version counter of `witness`: an in-place change of one shows in the version of both."""
     made = witness.detach()
     made.data = tensor
     return made
@@ -223,8 +229,8 @@ _set_version = torch._C._autograd._unsafe_set_version_counter
 class Sources(Region):
     """The storages that one transfer copies, while they are on the device: lent to the lanes until they are copied.
 
-    Dropped, each gives its storage up and stays a witness: the record's tensor, empty now, shares the version counter
-    of the saved one, so a change in place is found at backward even when the copy was taken long before.
+    When dropped, each source gives up its storage and remains a witness: the record's tensor, now empty, shares the
+    version counter of the saved one, so backward detects an in-place change even long after the copy.
     """
 
     __slots__ = ("_is_retained", "_ledger", "_lent", "_owner", "is_taken")
@@ -234,12 +240,13 @@ class Sources(Region):
         self._ledger = ledger
         self._lent = [record.lend_source() for record in records]
         self._owner = [self]
-        """Whoever empties it gets the sources: the lanes, which free them, or an earlier use."""
+        """Whoever empties this list gets the sources: the lanes, which free them, or an earlier use."""
         self.is_taken = False
         self._is_retained = False
 
     def retain(self) -> None:
-        """What they were written to refused them: they stay, whatever is released, until they are taken back."""
+        """Keeps the sources, because the tier that they were written to refused them: dropping does nothing until they
+        are taken back."""
         self._is_retained = True
 
     def bytes(self) -> list[Tensor]:
@@ -247,7 +254,7 @@ class Sources(Region):
         return [storage_bytes(tensor) for tensor, _ in self._lent]
 
     def take_back(self) -> list[tuple[Tensor, int]] | None:
-        """The sources and their charges again, in the order of the records; None when they were given up already."""
+        """Returns the sources and their charges, in the order of the records; None if they were given up already."""
         if not self._take():
             return None
         self.is_taken = True
@@ -280,7 +287,7 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 
 
 class SpilledTensor:
-    """A view of a record: what pack returned for one saved tensor."""
+    """A view of a record: what `pack` returned for one saved tensor."""
 
     __slots__ = ("__weakref__", "_dtype", "_offset", "_record", "_size", "_stride", "_with_batch")
 
@@ -309,7 +316,7 @@ _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new tensor of no values, for `set_`: in a quarter of the time that `torch.empty` takes."""
+    """A new tensor without values, for `set_`; takes a quarter of the time of `torch.empty`."""
     template = _EMPTY.get((dtype, device))
     if template is None:
         template = _EMPTY[dtype, device] = torch.empty(0, dtype=dtype, device=device)

@@ -25,30 +25,30 @@ class ReloadGroup(NamedTuple):
     """Reloads that are submitted together."""
 
     step: int
-    """Index among backward's uses, the first use of any of them."""
+    """Index, among backward's uses, of the first use of any of them."""
     numbers: tuple[int, ...]
     nbytes: int
 
 
 class Foreseen(NamedTuple):
-    """What reloads do, step by step."""
+    """The reloads that are predicted for one backward."""
 
     came_to: list[int]
-    """Number of the used storage, by step."""
+    """The number of the storage that each step uses."""
     groups: list[ReloadGroup]
     leaves: frozenset[int]
-    """Steps whose storage is used again, but later than it is worth keeping for."""
+    """Steps whose storage is used again, but so much later that it is freed in between."""
 
 
 def foreseen(came_to: Sequence[int], sizes: Sequence[int], ahead_bytes: int, group_bytes: int) -> Foreseen:
-    """The reloads of a backward that comes to storages in the order `came_to`, of `sizes` by number.
+    """The reloads of a backward that uses storages in the order `came_to`, with `sizes` by storage number.
 
     A group takes what is needed next, up to `group_bytes`. Pure.
     """
     arrived, total, last = [], 0, dict[int, int]()
     leaves: set[int] = set()
     for step, number in enumerate(came_to):
-        arrived.append(total)  # bytes that come in for the first time before this step
+        arrived.append(total)  # bytes that arrive for the first time before this step
         if number not in last:
             total += sizes[number]
         elif total - arrived[last[number] + 1] > FAR * ahead_bytes:
@@ -75,7 +75,7 @@ def foreseen(came_to: Sequence[int], sizes: Sequence[int], ahead_bytes: int, gro
 
 
 class ReloadOrder:
-    """Of one batch: the order in which backward uses it, and the order predicted from the previous batch."""
+    """The order in which backward uses one batch, and the order predicted from the previous batch."""
 
     def __init__(self, before: ReloadOrder | None, ahead_bytes: int, group_bytes: int) -> None:
         self._before = before
@@ -86,32 +86,33 @@ class ReloadOrder:
         self._records: list[weakref.ref[Record]] = []
         self._foreseen: Foreseen | None = None
         self._num_loaded = self._num_reached = 0
-        """Loaded groups."""
+        """Numbers of groups that are loaded, and of those that backward has come to."""
         self._bytes = 0
         """Bytes of groups that are loaded and not yet used."""
         self._leaving: weakref.ref[Record] | None = None
 
     def add(self, record: Record, ref: weakref.ref[Record]) -> None:
-        """`record` leaves."""
+        """Gives `record`, which leaves the device, its number."""
         record.number = len(self.sizes)
         self.sizes.append(record.nbytes)
         self._records.append(ref)
 
     def foresee(self) -> None:
-        """Backward begins: it is expected to be as the last one, where the same storages left."""
+        """Called when backward begins: it is expected to repeat the last one, if the same storages left the device."""
         before, self._before = self._before, None
         num_saved = len(self.sizes)
         if before is None or before.sizes[:num_saved] != self.sizes:
             return
         known, came_to = before._foreseen, before.came_to
-        if len(before.sizes) > num_saved:  # its last ones stay by now
+        if len(before.sizes) > num_saved:  # its last storages stay on the device by now
             came_to = [number for number in came_to if number < num_saved]
         if known is None or known.came_to != came_to:
             known = foreseen(came_to, self.sizes, self._ahead_bytes, self._group_bytes)
         self._foreseen = known
 
     def come_to(self, record: Record) -> bool:
-        """Backward needs `record`, which is loaded: reload what comes next. False: what that is is unknown."""
+        """Called when backward needs `record`, which is loaded: reloads what it needs next. False if that is
+        unknown."""
         self._give_up(record)
         step, number = len(self.came_to), record.number
         self.came_to.append(number)
@@ -119,7 +120,7 @@ class ReloadOrder:
         if known is None:
             return False
         if step >= len(known.came_to) or known.came_to[step] != number:
-            self._foreseen = None  # another graph than the last one
+            self._foreseen = None  # not the same graph as the last one
             return False
         if step in known.leaves:
             self._leaving = weakref.ref(record)
@@ -128,13 +129,13 @@ class ReloadOrder:
             if self._num_reached < self._num_loaded:
                 self._bytes -= groups[self._num_reached].nbytes
             else:
-                self._num_loaded += 1  # it came unforeseen
+                self._num_loaded += 1  # backward came to it before its reload
             self._num_reached += 1
         self.run_ahead()
         return True
 
     def run_ahead(self) -> bool:
-        """Reload what is needed next, within the bytes that may run ahead. False: what that is is unknown."""
+        """Reloads what is needed next, within the bytes that may run ahead. False if that is unknown."""
         known = self._foreseen
         if known is None:
             return False
@@ -145,7 +146,7 @@ class ReloadOrder:
             try:
                 self._load(group)
             except (DeviceOutOfMemory, HostOutOfMemory):
-                break  # no room yet: loaded at the first need, when what comes before it has left
+                break  # no room yet: loaded when first needed, once what is used before it has left
             self._bytes += group.nbytes
             self._num_loaded += 1
         return True
@@ -160,7 +161,7 @@ class ReloadOrder:
             transfer.load(records)
 
     def _give_up(self, needed: Record) -> None:
-        """What backward came to last, if it is needed again much later."""
+        """Unloads the storage that backward used last, if it is needed again only much later."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None and (record := leaving()) is not None and record is not needed:
             record.unload()

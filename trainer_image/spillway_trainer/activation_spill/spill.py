@@ -1,4 +1,4 @@
-"""ActivationPlan -> the hook around each segment's forward, and its calls from the step loop."""
+"""ActivationPlan -> the hook around each segment's forward, and its methods for the step loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .store import SpillStore
 
 
 class ActivationSpill:
-    """The technique, attached: `hook` goes to wrap_segments."""
+    """The technique, attached to a model; `hook` goes to wrap_segments."""
 
     def __init__(
         self, hook: SavedTensors, store: SpillStore, ledger: DeviceLedger, chooser: Chooser | None = None
@@ -26,13 +26,13 @@ class ActivationSpill:
         self.store = store
         self.chooser = chooser
         self.tell: Callable[[Chosen], None] = lambda _: None
-        """Receives every decision about single storages."""
+        """Receives every decision of the chooser about single storages."""
         self.after_step: Callable[[], None] = lambda: None
-        """Called when nothing of a step is held any more."""
+        """Called at the end of a step, when none of its activations is held any more."""
         self._ledger = ledger
 
     def start_backward(self) -> None:
-        """Forward of this micro-batch is complete."""
+        """Called when the forward of this micro-batch is complete."""
         self.hook.start_backward()
 
     def end_step(self) -> None:
@@ -76,12 +76,12 @@ def build(  # noqa: PLR0913 - the parts that it joins
 ) -> ActivationSpill:
     """Attach `plan` to a model with these segment names and `parameters`.
 
-    `choosing` makes the Chooser of the segments that move, asked for where the plan moves some to host memory and some
-    to NVMe, or where those on NVMe `may_move` to host memory later; None: a segment's answer is that of all its
+    `choosing` makes the Chooser of the segments that move. It is called if the plan moves some segments to host memory
+    and some to NVMe, or if those on NVMe `may_move` to host memory later. None: a segment's answer applies to all its
     storages.
 
-    Saved parameters are references, not charged again; what is kept is charged to `ledger` as "activations". `inputs`:
-    where those of a recomputed segment wait.
+    Saved parameters are references and not charged again; what is kept is charged to `ledger` as "activations".
+    `inputs`: where the inputs of a recomputed segment wait.
     """
     if plan.answers and len(plan.answers) != len(segments):
         raise ValueError(

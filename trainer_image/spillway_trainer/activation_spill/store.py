@@ -12,6 +12,7 @@ from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, SpillVolumeFull
 from spillway.plan import Policy, Tier
 
 from ..saved_tensors import KeptTensor, SpilledHandle
+from ..tiers.arena import TORCH_ALIGNMENT_BYTES
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import Event, Lanes
 from ..tiers.nvme_slab import NvmeSlab
@@ -20,12 +21,10 @@ from .records import Record, SpilledTensor
 from .reload_order import ReloadOrder
 from .transfer import Bounces, NvmeCopy, Transfer, copy_to_host, copy_to_nvme, write_to_nvme
 
-ALIGNED_BYTES = 64
-"""torch's own alignment: a storage with less is reloaded with more, for which kernels may give other bits."""
-
 
 class Window:
-    """Bytes in flight, up to a limit: who goes beyond waits for the oldest, instead of running out of memory."""
+    """Bounds the bytes in flight: whoever goes beyond the limit waits for the oldest, instead of running out of
+    memory."""
 
     def __init__(self, lanes: Lanes, limit_bytes: int) -> None:
         self._lanes = lanes
@@ -46,12 +45,12 @@ class Window:
     def _wait_for_oldest(self) -> None:
         event, nbytes = self._in_flight.popleft()
         self._bytes -= nbytes
-        self._lanes.wait(event)  # the compute lane stands still, and counts it;
-        event.wait()  # and the host, too, knows that the memory is free
+        self._lanes.wait(event)  # the compute lane waits, and counts the time
+        event.wait()  # then the host, too, knows that the memory is free
 
 
 class SpillStore:
-    """An ActivationStore over host memory and the spill file."""
+    """An ActivationStore that moves storages to host memory and the spill file."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class SpillStore:
         transfer_bytes: int | None = None,
         ahead_bytes: int | None = None,
     ) -> None:
-        """`transfer_bytes`: a batch submits what it has as soon as it is so much (None: when its forward is over).
+        """`transfer_bytes`: a batch submits what it has as soon as it has this much (None: when its forward is over).
         `ahead_bytes`: how far reloads run ahead of backward inside a batch (None: all of it)."""
         self.lanes = lanes
         self.ledger = ledger
@@ -72,16 +71,17 @@ class SpillStore:
         self.transfer_bytes = transfer_bytes
         self.ahead_bytes = ahead_bytes
         self.plans_host = False
-        """Whether segments use host memory by plan: spills redirected from a slow device would take their space."""
+        """Whether the plan has segments use host memory: spills redirected there from a slow device would take their
+        space."""
         self.records: dict[int, weakref.ref[Record]] = {}
-        """Records by the address of a storage object: their source's, or their reload's."""
+        """Records by the address of a storage object: that of their source, or of their reload."""
         self._nvme = nvme
         self._copies = Window(lanes, window_bytes)
         self._writes = Window(lanes, window_bytes)
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._bounces = Bounces()
         self._reload_orders: dict[str, ReloadOrder] = {}
-        """Of the last batch of each segment that backward reached."""
+        """By segment: that of the last batch that backward reached."""
 
     def open(
         self,
@@ -91,9 +91,9 @@ class SpillStore:
         kept_bytes: int = 0,
         placement: StoragePolicy | None = None,
     ) -> SavedBatch:
-        """A batch for one forward through `segment`: of what it is offered it takes the first `moved_bytes` over (None:
-        all), and leaves at most `kept_bytes` where they are. `placement` answers for each storage instead of `answer`.
-        """
+        """A batch for one forward through `segment`. Of the storages that it is offered, it takes over the first
+        `moved_bytes` (None: all), and leaves at most `kept_bytes` of the others where they are. `placement` answers for
+        each storage instead of `answer`."""
         order = None
         if self.ahead_bytes is not None:
             order = ReloadOrder(
@@ -102,13 +102,14 @@ class SpillStore:
         return SavedBatch(self, segment, answer, moved_bytes, kept_bytes, placement, order)
 
     def start_backward(self, segment: str, order: ReloadOrder) -> None:
-        """Backward has come to a batch of `segment`: the next one's is expected to be as this one's."""
+        """Called when backward reaches a batch of `segment`: backward of the next batch is expected to follow the same
+        order."""
         self._reload_orders[segment] = order
         self._bounces.give_pages_back()
 
     def move(self, segment: str, answer: Policy, records: list[Record]) -> Transfer | None:
-        """Submit the copies of `records`; waits while more than the window is in flight. None: what NVMe no longer
-        takes has no room in host memory either, and stays on the device."""
+        """Submits the copies of `records`; waits while more than the window is in flight. None if NVMe no longer takes
+        them and host memory has no room either: then they stay on the device."""
         if answer is Policy.NVME:
             assert self._nvme is not None, "build() refuses such a plan"
             transfer = self._spill(self._nvme, segment, records)
@@ -119,12 +120,13 @@ class SpillStore:
         return transfer
 
     def _offload_or_keep(self, segment: str, records: list[Record]) -> Transfer | None:
-        """To host memory; where what a failed device no longer takes has filled that, they stay."""
+        """Moves `records` to host memory. None, and they stay on the device, if spills that a failed NVMe device no
+        longer takes have filled host memory."""
         try:
             return self._offload(segment, records)
         except HostOutOfMemory:
             if self._nvme is None or self._nvme.first_failure is None:
-                raise  # nothing went wrong: the plan gave too little
+                raise  # no device failed: the plan gave too little
             self._nvme.redirect(f"activations of {segment}", "the device")
             return None
 
@@ -134,9 +136,9 @@ class SpillStore:
         return Transfer(self.lanes, self.ledger, segment, records, offloaded)
 
     def _spill(self, nvme: NvmeSlab, segment: str, records: list[Record]) -> Transfer | None:
-        """To NVMe; once a device has failed or is slow, to where there is room above it."""
+        """Moves `records` to NVMe or, once a device has failed or is slow, to the tier above that has room."""
         nbytes = sum(record.nbytes for record in records)
-        # Staging of what is on NVMe already needs host memory, too: a slow disk must not cost the run its room.
+        # Staging for what is already on NVMe needs host memory, too: redirected spills must not take its room.
         if nvme.is_slow and nvme.takes_spills and not self.plans_host and nvme.host_has_room(3 * nbytes):
             nvme.redirect(f"activations of {segment}", "host memory")
             return self._offload(segment, records)
@@ -148,7 +150,7 @@ class SpillStore:
                 return Transfer(self.lanes, self.ledger, segment, records, spilled)
         except (SpillVolumeFull, HostOutOfMemory):
             if nvme.first_failure is None:
-                raise  # nothing went wrong: the plan gave too little
+                raise  # no device failed: the plan gave too little
         try:
             transfer = self._offload(segment, records)
         except HostOutOfMemory:
@@ -163,11 +165,12 @@ class SpillStore:
         return copy_to_nvme(self.lanes, self.ledger, nvme, segment, records)
 
     def held_bytes(self, tier: Tier) -> int:
-        """Bytes of live transfers in `tier`, staging left out."""
+        """Bytes of live transfers in `tier`, without staging."""
         return sum(transfer.nbytes for transfer in self._transfers if transfer.tier is tier)
 
     def drain(self) -> None:
-        """Wait for every copy and write, and forget records that are gone. Raises the error of one that failed."""
+        """Waits for every copy and write, and forgets records that are gone. Raises the error of a copy or write that
+        failed."""
         self.records = {key: ref for key, ref in self.records.items() if ref() is not None}
         self._copies.drain()
         self._writes.drain()
@@ -209,7 +212,7 @@ class SavedBatch:
     ) -> None:
         self._store = store
         self._reload_order = reload_order
-        """None: backward comes to the batch as a whole"""
+        """None: the batch is reloaded as a whole."""
         self._is_backward = False
         self._answer = answer
         self.minimum_bytes = store.minimum_bytes
@@ -217,10 +220,11 @@ class SavedBatch:
         self._moved_bytes = moved_bytes
         self._limit_bytes = kept_bytes
         self._kept: set[int] = set()
-        """Offered storages that are kept."""
+        """Keys of offered storages that are kept."""
         self._kept_bytes = 0
         self._trigger: int | None = None
-        """The kept storage that backward uses as far before the first moved one as reloads may run ahead."""
+        """The kept storage whose use starts the reloads: backward comes to it as far before the first moved one as
+        reloads may run ahead."""
         self.offered_bytes = 0
         """Bytes of storages that could move, each counted once."""
         self._pending: dict[Policy, list[weakref.ref[Record]]] = {}
@@ -236,9 +240,9 @@ class SavedBatch:
         nbytes = storage.nbytes()
         if (
             nbytes < self.minimum_bytes
-            or not (tensor.is_floating_point() or (tensor.is_cuda and tensor.dtype is torch.bool))  # of dropout there
+            or not (tensor.is_floating_point() or (tensor.is_cuda and tensor.dtype is torch.bool))  # dropout masks
             or tensor.is_neg()
-            or storage.data_ptr() % ALIGNED_BYTES
+            or storage.data_ptr() % TORCH_ALIGNMENT_BYTES
         ):
             return None
         key: int = storage._cdata
@@ -262,8 +266,8 @@ class SavedBatch:
         return handle if self._placement is None else self._placement.watched(handle, storage)
 
     def _takes(self, key: int, nbytes: int) -> bool:
-        """Whether a storage that was not offered before moves: the first ones do, backward needs them last. So do those
-        beyond the bytes that may stay, in a forward that is longer than was foreseen."""
+        """Whether a storage that is offered for the first time moves. The first ones do, because backward needs them
+        last. So do those beyond the bytes that may stay, in a forward that saves more than was foreseen."""
         if key in self._kept:
             return False
         before = self.offered_bytes
@@ -279,11 +283,12 @@ class SavedBatch:
         return False
 
     def know(self, tensor: Tensor, record: Record) -> None:
-        """`record` has the storage of `tensor`; a lookup asks the record whether it still does."""
+        """Notes that `record` has the storage of `tensor`; a lookup asks the record whether it still does."""
         self._store.records[tensor.untyped_storage()._cdata] = weakref.ref(record)
 
     def flush(self) -> None:
-        """A batch that submits while its forward runs leaves what the forward still has for the next flush."""
+        """Submits what is pending. A batch that submits while its forward runs leaves storages that the forward still
+        uses to the next flush."""
         pending, self._pending = self._pending, {}
         self._pending_bytes = 0
         for answer, refs in pending.items():
@@ -315,15 +320,15 @@ class SavedBatch:
             self.reload_last()
 
     def reload_last(self) -> None:
-        """Backward comes to what was moved next."""
+        """Called when backward is about to come to what was moved: submits the first reloads."""
         self._start_backward()
         if self._reload_order is None or not self._reload_order.run_ahead():
             self._reload_before(len(self._transfers))
 
     def come_to(self, record: Record) -> None:
-        """Backward needs `record` now: submit the reloads of what it needs next."""
+        """Called when backward needs `record`: submits the reloads of what it needs next."""
         self._start_backward()
-        transfer = record.transfer  # none where no tier took it
+        transfer = record.transfer  # None if no tier took it
         if (
             (self._reload_order is not None and self._reload_order.come_to(record))
             or transfer is None
@@ -341,7 +346,8 @@ class SavedBatch:
                 self._store.start_backward(self.segment, self._reload_order)
 
     def _reload_before(self, number: int) -> None:
-        """Submit the reloads of the transfers before `number`, as far as they may run ahead of backward."""
+        """Submits the reloads of the transfers before `number`, the last one first, as far as they may run ahead of
+        backward."""
         limit_bytes, ahead_bytes = self._store.ahead_bytes, 0
         for ref in reversed(self._transfers[:number]):
             if limit_bytes is not None and ahead_bytes >= limit_bytes:
@@ -351,7 +357,7 @@ class SavedBatch:
                 try:
                     transfer.load()
                 except (DeviceOutOfMemory, HostOutOfMemory):
-                    return  # no room yet: loaded at the first need, when what comes after it has left
+                    return  # no room yet: loaded when first needed, once what backward uses before it has left
 
 
 class PrefetchTrigger(KeptTensor):

@@ -3,9 +3,10 @@
     HOST   source -d2h-> host buffer                                       host buffer -h2d-> reload buffers
     NVME   source -d2h-> staging -nvme_write-> extent      extent -nvme_read-> staging -h2d-> reload buffers
 
-Order comes from events only: a source is dropped after its d2h; staging after its write, or after its h2d; a host
-buffer or an extent after all that read it. Reload buffers are fresh device memory, aligned as torch's own, and hold
-whole storages: a saved view comes back at its offset, so kernels see the alignment they saw, and give the same bits.
+Only events order these operations: a source is dropped after its d2h; staging after its write, or after its h2d; a host
+buffer or an extent after everything that reads it. Reload buffers are fresh device memory, aligned like torch's own,
+and hold whole storages: a saved view comes back at its offset, so kernels see the same alignment as before, and give
+the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from spillway.planning.workload import PIECE_BYTES
 
 from ..kernels import dispatch as kernels
 from ..tiers.device_ledger import DeviceLedger
-from ..tiers.extents import ALIGNMENT_BYTES
+from ..tiers.extents import ALIGNMENT_BYTES, round_up
 from ..tiers.host_slab import HostSlab
 from ..tiers.lanes import Buffer, Event, Lane, Lanes
 from ..tiers.nvme_slab import NvmeExtent, NvmeSlab, Stored
@@ -39,7 +40,7 @@ class Staged(NamedTuple):
 
     buffer: Buffer
     offsets: list[int]
-    """Of each record, in bytes."""
+    """Offset of each record in `buffer`, in bytes."""
     ready: Event
 
 
@@ -52,16 +53,16 @@ class Copy(Protocol):
     """Complete when the bytes have arrived."""
 
     def take_back(self) -> list[tuple[Tensor, int]] | None:
-        """Sources and charges in the order of the records, where they were not given up before the bytes arrived."""
+        """The sources and their charges, in the order of the records; None if they were given up already."""
 
     def read_into(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> Event | None:
-        """Submit the read of the records into device buffers of whole blocks; None where the bytes are in memory."""
+        """Submits the read of the records into device buffers of whole blocks. None if the bytes are in host memory."""
 
     def stage(self, records: Sequence[Record]) -> Staged:
-        """Make the records' bytes readable in host memory."""
+        """Makes the records' bytes readable in host memory."""
 
     def unstage(self, staged: Staged, loaded: Event) -> None:
-        """`staged` is read until `loaded`."""
+        """Gives `staged` back, which is read until `loaded` is complete."""
 
     def release(self) -> None: ...
 
@@ -91,7 +92,8 @@ class Transfer:
         return self._copy.nbytes
 
     def load(self, records: Sequence[Record] | None = None) -> None:
-        """Submit the reload of `records` (None: of all that are still needed). Raises when a tier has no room."""
+        """Submits the reload of `records` (None: of all that are still needed). Raises an error when a tier has no
+        room."""
         alive = records if records is not None else [record for ref in self._records if (record := ref()) is not None]
         wanted = [record for record in alive if not record.is_loaded]
         if not wanted or self._forward():
@@ -120,7 +122,7 @@ class Transfer:
             record.load_into(buffer, loaded)
 
     def _forward(self) -> bool:
-        """Whether the sources are there still. They stay; a write that has not begun never will."""
+        """Whether the sources still exist. If so, they stay on the device; a write that has not begun never will."""
         lent = self._copy.take_back()
         if lent is None:
             return False
@@ -147,12 +149,12 @@ class Transfer:
             self._lanes.release(buffer)
 
     def __del__(self) -> None:
-        self._forward()  # of a graph that was dropped: what is not written yet need not be
+        self._forward()  # the graph was dropped: what is not written yet need not be written
         self._copy.release()
 
 
 class HostCopy:
-    """Stays in its host buffer."""
+    """A copy in a host buffer, which reloads read directly."""
 
     tier = Tier.HOST
 
@@ -160,7 +162,7 @@ class HostCopy:
         self._lanes = lanes
         self._buffer = buffer
         self._reads = list[Event]()
-        """Each comes after `stored`."""
+        """Reads of the copy; each comes after `stored`."""
         self.nbytes = buffer.nbytes
         self.stored = stored
 
@@ -181,7 +183,7 @@ class HostCopy:
 
 
 class NvmeCopy:
-    """In an extent of the spill file, each record with a checksum of its own."""
+    """A copy in an extent of the spill file, each record with a checksum of its own."""
 
     tier = Tier.NVME
 
@@ -195,17 +197,17 @@ class NvmeCopy:
         stored_at: dict[int, Stored],
         sources: Sources | None = None,
     ) -> None:
-        """`sources`: where they are what is written, and no staging."""
+        """`sources`: given if they are written to the file directly, without staging."""
         self._lanes = lanes
         self._nvme = nvme
         self._sources = sources
         self._extent = extent
         self._reads = list[Event]()
-        """Each comes after `stored`."""
+        """Reads of the copy; each comes after `stored`."""
         self._stored_at = stored_at
         self.nbytes = extent.nbytes
         self.copied = copied
-        """Complete when the sources are free, because staging has the bytes."""
+        """Complete when the sources are free, because staging (without staging: the file) has the bytes."""
         self.stored = stored
 
     def take_back(self) -> list[tuple[Tensor, int]] | None:
@@ -233,7 +235,7 @@ class NvmeCopy:
         return read
 
     def stage(self, records: Sequence[Record]) -> Staged:
-        """From the file; what the disk rejected, from the staging buffer that still has it."""
+        """Stages records from the file or, if the disk rejected them, uses the staging buffer that still has them."""
         if self.stored.done and self._extent.home is not None:
             return self._at_home(self._extent.home, records)
         try:
@@ -268,7 +270,7 @@ class NvmeCopy:
 
 
 def copy_to_host(lanes: Lanes, ledger: DeviceLedger, segment: str, records: Sequence[Record]) -> HostCopy:
-    """Submit the copies of `records` to one host buffer. Raises HostOutOfMemory."""
+    """Submits the copies of `records` to one host buffer. Raises HostOutOfMemory."""
     buffer, copied = _copy_out(lanes, ledger, f"activations of {segment}", records, CACHE_LINE_BYTES)
     return HostCopy(lanes, buffer, copied)
 
@@ -276,7 +278,8 @@ def copy_to_host(lanes: Lanes, ledger: DeviceLedger, segment: str, records: Sequ
 def copy_to_nvme(
     lanes: Lanes, ledger: DeviceLedger, nvme: NvmeSlab, segment: str, records: Sequence[Record]
 ) -> NvmeCopy:
-    """Submit the copies of `records` to staging and on to one extent. Raises HostOutOfMemory or SpillVolumeFull."""
+    """Submits the copies of `records` to staging and from there to one extent. Raises HostOutOfMemory or
+    SpillVolumeFull."""
     label = f"activations of {segment}"
     extent = nvme.allocate(lay_out(records, ALIGNMENT_BYTES)[1], label)
     try:
@@ -302,8 +305,9 @@ def copy_to_nvme(
 def write_to_nvme(
     lanes: Lanes, ledger: DeviceLedger, nvme: NvmeSlab, segment: str, records: Sequence[Record], bounces: Bounces
 ) -> NvmeCopy:
-    """As `copy_to_nvme` where device memory is host memory: the sources stay until they are written, and nothing is
-    staged. Those of the tensor pool are whole pages and go to the file as they are, others through one of `bounces`.
+    """Like `copy_to_nvme`, where device memory is host memory: the sources stay until they are written, and nothing is
+    staged. Sources from the tensor pool are whole pages and go to the file directly; others go through one of
+    `bounces`.
 
     Raises SpillVolumeFull.
     """
@@ -329,7 +333,7 @@ def write_to_nvme(
 
 
 class Bounces:
-    """Aligned memory of PIECE_BYTES for each write that runs at a time; used again."""
+    """Aligned buffers of PIECE_BYTES, one for each write that runs at the same time; reused."""
 
     def __init__(self) -> None:
         self._free: list[HostSlab] = []
@@ -346,7 +350,7 @@ class Bounces:
             self._free.append(slab)
 
     def give_pages_back(self) -> None:
-        """Pages of unused buffers are freed until they are written again."""
+        """Frees the pages of unused buffers until they are written again."""
         idle, self._free = self._free, []
         for bounce in idle:
             bounce.give_pages_back()
@@ -354,7 +358,7 @@ class Bounces:
 
 
 def pieces(memory: Tensor) -> list[tuple[int, Tensor]]:
-    """Offset and bytes of each."""
+    """`memory` in pieces of PIECE_BYTES: offset and bytes of each."""
     return [(start, memory[start : start + PIECE_BYTES]) for start in range(0, memory.numel(), PIECE_BYTES)]
 
 
@@ -363,7 +367,7 @@ Part = tuple[int, Tensor, str]
 
 
 def in_bounces(parts: Iterable[Part], bounce: Tensor) -> Iterator[list[tuple[Part, Tensor]]]:
-    """As many parts at a time as `bounce` has room for, each with its place there, in whole blocks."""
+    """Yields as many parts at a time as `bounce` has room for, each with its place there, in whole blocks."""
     group, used = list[tuple[Part, Tensor]](), 0
     for part in parts:
         nbytes = part[1].numel()
@@ -386,9 +390,9 @@ def _write_pieces(
     bounces: Bounces,
     stored_at: dict[int, Stored],
 ) -> None:
-    memory = sources.bytes()  # first: they are gone from there once they are taken
+    memory = sources.bytes()  # before the check: once they are taken, they are gone from there
     if sources.is_taken:
-        return  # needed before it was written
+        return  # they were needed before they were written
     straight, others = list[Part](), list[Part]()
     for source, offset, name in zip(memory, offsets, names, strict=True):
         for at, piece in pieces(source):
@@ -414,7 +418,7 @@ def _write_pieces(
 
 
 def lay_out(records: Sequence[Record], alignment_bytes: int) -> tuple[list[int], int]:
-    """Offset of each record, aligned, and the bytes of them all."""
+    """The aligned offset of each record, and the bytes of all of them."""
     offsets, end = [], 0
     for record in records:
         offsets.append(end)
@@ -424,7 +428,7 @@ def lay_out(records: Sequence[Record], alignment_bytes: int) -> tuple[list[int],
 
 def padded(staging: Tensor, offset: int, nbytes: int) -> Tensor:
     """A record's part of staging in whole blocks: the file moves nothing smaller."""
-    return staging[offset : offset + -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES]
+    return staging[offset : offset + round_up(nbytes)]
 
 
 def _copy_out(

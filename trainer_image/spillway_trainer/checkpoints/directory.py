@@ -1,11 +1,11 @@
 """The checkpoint directory of a run: resuming, committing, pruning.
 
-docs/checkpoints.md states the rules sentence by sentence. Torch-free: `spillway ckpt` lists and verifies with it.
+docs/checkpoints.md states the rules one by one. Does not import torch: `spillway ckpt` uses it to list and verify.
 
-    Epoch.start -> epoch-E.json      says what epoch E resumes from; from then on every earlier epoch is fenced
+    Epoch.start -> epoch-E.json      records what epoch E resumes from; from then on every earlier epoch is fenced
     Epoch.pending -> step-N.eE.tmp   the ranks write their files
     Pending.commit -> step-N.eE      manifest last, then the rename
-    Epoch.prune                      keeps the newest ones that verify
+    Epoch.prune                      keeps the newest checkpoints that verify
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .manifest import (
 from .sealed_json import Unsealed, seal, unseal
 
 MINIMUM_KEPT = 2
-"""Checkpoints of an epoch that are never pruned: the newest may turn out corrupt."""
+"""Number of an epoch's newest checkpoints that are never pruned: the newest may turn out to be corrupt."""
 EPOCH_VERSION = 1
 
 _EPOCH_FILE = re.compile(r"epoch-(0|[1-9][0-9]*)\.json")
@@ -44,7 +44,7 @@ _TEMPORARY = re.compile(r"(?:step-[0-9]+\.e|epoch-)(?P<epoch>[0-9]+)(?:\.json)?\
 
 
 class CheckpointNotWritten(UserError):
-    """The disk rejected a checkpoint or the removal of old ones; committed ones are intact and training can
+    """The disk rejected a checkpoint or the removal of old ones. Committed checkpoints are intact and training can
     continue."""
 
 
@@ -61,34 +61,36 @@ class CheckpointSummary:
     modified_seconds: float
     """Time of the commit, seconds since 1970."""
     schedule: Mapping[str, Any]
-    """Learning-rate schedule with which it was trained (schedule.LearningRate); empty: unknown."""
+    """The learning-rate schedule with which it was trained (schedule.LearningRate); empty: unknown."""
     in_lineage: bool
-    """False: committed by an epoch after it was superseded, so resume ignores it"""
+    """False if an epoch committed it after it was superseded, so that resume ignores it."""
     problem: str
-    """Why the manifest cannot be used; empty if it can."""
+    """Why the manifest is unusable; empty if it is usable."""
     best_step: int = 0
-    """Step of the lowest evaluation loss until then, where the job keeps its checkpoint or stops early; else 0."""
+    """Step of the lowest evaluation loss until then, if the job keeps the checkpoint of that step or stops early; else
+    0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a new epoch begins."""
+    """The point from which a new epoch continues."""
 
     checkpoint: StoredCheckpoint | None
-    """None: from the start"""
+    """The checkpoint to resume from; None: the run begins from the start."""
     passed_over: tuple[Problem, ...]
-    """What is wrong with newer checkpoints that did not verify."""
+    """The problems of newer checkpoints that did not verify."""
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointSummary]:
-    """All committed checkpoints, newest first."""
+    """Returns all committed checkpoints, newest first."""
     names = names_in(directory)
     heirs = set(lineage(_bases(directory, names), names))
     return [_summary(directory, name, name in heirs) for name in sorted(names, reverse=True)]
 
 
 def verify(directory: Path) -> list[Problem]:
-    """Read every byte of one checkpoint, or of all checkpoints and epoch files of a run; empty = all as written."""
+    """Reads every byte of one checkpoint, or of all checkpoints and epoch files of a run; empty if all is as it was
+    written."""
     if (directory / MANIFEST).exists() or CheckpointName.parse(directory.name):
         return verify_checkpoint(directory)
     problems = [problem for number in sorted(_epoch_numbers(directory)) for problem in _verify_epoch(directory, number)]
@@ -98,10 +100,10 @@ def verify(directory: Path) -> list[Problem]:
 
 
 def lineage(bases: Mapping[int, CheckpointName | None], names: Iterable[CheckpointName]) -> list[CheckpointName]:
-    """The checkpoints that a new epoch may resume from, best first.
+    """Returns the checkpoints from which a new epoch may resume, best first.
 
-    Newest epoch first: all of its checkpoints; then of the epoch that it resumed from, those up to the step where it
-    did; and so on. What an epoch committed after it was superseded is in nobody's lineage.
+    The newest epoch comes first with all of its checkpoints; then the epoch from which it resumed, up to the step at
+    which it did; and so on. A checkpoint that an epoch committed after it was superseded is in no lineage.
     """
     heirs: list[CheckpointName] = []
     epoch, last_step = max(bases, default=None), float("inf")
@@ -113,9 +115,9 @@ def lineage(bases: Mapping[int, CheckpointName | None], names: Iterable[Checkpoi
 
 
 def choose_resume(directory: Path) -> Resume:
-    """The newest checkpoint of the lineage that verifies.
+    """Returns the newest checkpoint of the lineage that verifies.
 
-    Raises CheckpointCorrupt when the lineage names checkpoints and none of them can be used.
+    Raises CheckpointCorrupt if the lineage names checkpoints but none of them can be used.
     """
     names = names_in(directory)
     bases = _bases(directory, names)
@@ -140,8 +142,8 @@ def choose_resume(directory: Path) -> Resume:
 
 
 def checkpoints_at(path: Path) -> Path:
-    """`path` itself, a checkpoint or a directory of them; or that directory of a run, the --output of `spillway run`.
-    Raises UserError when there is no checkpoint."""
+    """Returns `path` itself if it is a checkpoint or a directory of them, or the checkpoints directory in it if it is
+    the --output of `spillway run`. Raises UserError when there is no checkpoint."""
     below = path / "checkpoints"
     place = below if below.is_dir() else path
     if not place.is_dir() or not (CheckpointName.parse(place.name) or names_in(place)):
@@ -154,8 +156,8 @@ def checkpoints_at(path: Path) -> Path:
 
 @cache
 def newest_at(path: Path) -> Resume:
-    """The checkpoint at `path`, or the newest intact one of a run; every byte of it is read, once per process. Raises
-    UserError when there is none."""
+    """Returns the checkpoint at `path`, or the newest intact one of a run. Every byte of it is read, once per process.
+    Raises UserError when there is none."""
     place = checkpoints_at(path)
     try:
         if CheckpointName.parse(place.name) is None:
@@ -169,9 +171,9 @@ def newest_at(path: Path) -> Resume:
 
 
 def tokenizer_of(checkpoint: StoredCheckpoint, places: Iterable[Path] = ()) -> Path:
-    """The tokenizer.json that a checkpoint was trained with, in a corpus* directory of one of `places`, or else near
-    it. Raises UserError when it is not found."""
-    near = (*places, *checkpoint.path.parents[:4])  # a sweep's corpora lie above its members' checkpoints
+    """Returns the tokenizer.json with which a checkpoint was trained, from a corpus* directory of one of `places` or
+    near the checkpoint. Raises UserError when it is not found."""
+    near = (*places, *checkpoint.path.parents[:4])  # a sweep's corpora are above its members' checkpoints
     for file in (file for place in near for file in sorted(place.glob("corpus*/tokenizer.json"))):
         if describe_file(file).xxh3_128 == checkpoint.manifest.state.tokenizer_xxh3:
             return file
@@ -183,7 +185,7 @@ def tokenizer_of(checkpoint: StoredCheckpoint, places: Iterable[Path] = ()) -> P
 
 
 class Pending:
-    """A checkpoint being written: a temporary sibling until `commit` gives it its name."""
+    """A checkpoint that is being written: a temporary sibling until `commit` gives it its name."""
 
     def __init__(self, epoch: Epoch, name: CheckpointName) -> None:
         self.name = name
@@ -195,7 +197,8 @@ class Pending:
         self._epoch = epoch
 
     def commit(self, state: TrainingState) -> StoredCheckpoint:
-        """Commits the checkpoint. After the return it survives a power cut; before the rename it does not exist."""
+        """Commits the checkpoint. Once this returns, it survives a power failure; before the rename it does not
+        exist."""
         assert state.step == self.name.step, f"state of step {state.step} in {self.name}"
         epoch, target = self._epoch, self._epoch.directory / str(self.name)
         manifest = Manifest(
@@ -220,7 +223,8 @@ class Owner(NamedTuple):
 
 
 def owner_of(directory: Path) -> Owner | None:
-    """By the newest intact epoch file that names one; None for a local run, and for what is no checkpoint directory."""
+    """Returns the owner in the newest intact epoch file that names one; None for a local run and for a directory
+    without checkpoints."""
     for number in sorted(_epoch_numbers(directory), reverse=True):
         with suppress(Unsealed, FileNotFoundError):
             said = unseal((directory / f"epoch-{number}.json").read_bytes()).get("owner")
@@ -230,7 +234,8 @@ def owner_of(directory: Path) -> Owner | None:
 
 
 class Epoch:
-    """One attempt's hold on the checkpoint directory. Rank 0 has it; the other ranks write into `Pending.path`."""
+    """One attempt's hold on the checkpoint directory. Only rank 0 has one; the other ranks write into
+    `Pending.path`."""
 
     def __init__(self, directory: Path, number: int, resume: Resume, files: DurableFiles) -> None:
         self.directory = directory
@@ -243,10 +248,10 @@ class Epoch:
 
     @staticmethod
     def start(directory: Path, number: int, files: DurableFiles | None = None, owner: Owner | None = None) -> Epoch:
-        """Choose what to resume from, say so in epoch-E.json, and clear what killed writers left behind.
+        """Chooses what to resume from, records it in epoch-E.json, and removes the leftovers of killed writers.
 
-        Raises Fenced when this epoch or a later one has already begun, CheckpointCorrupt as `choose_resume`, UserError
-        for a directory of another owner.
+        Raises Fenced when this epoch or a later one has already begun, CheckpointCorrupt as `choose_resume`, and
+        UserError for a directory of another owner.
         """
         files = files or DurableFiles()
         try:
@@ -270,15 +275,16 @@ class Epoch:
         return epoch
 
     def check_fence(self) -> None:
-        """Raises Fenced if a later epoch has begun: nothing would read what this one still writes."""
+        """Raises Fenced if a later epoch has begun, because nothing would read what this epoch still writes."""
         if any(seen > self.number for seen in _epochs_seen(self.directory)):
             raise _fenced(self.directory, self.number)
 
     @contextmanager
     def pending(self, step: int) -> Iterator[Pending]:
-        """A checkpoint to fill and commit. Whatever ends the block before its commit leaves nothing behind.
+        """Yields a checkpoint to fill and commit. If the block ends before the commit, for any reason, nothing is left
+        behind.
 
-        Raises CheckpointNotWritten when the disk refuses (full, read-only) or the name is taken, Fenced.
+        Raises CheckpointNotWritten when the disk refuses (full, read-only) or the name is taken, and Fenced.
         """
         self.check_fence()
         pending = Pending(self, CheckpointName(epoch=self.number, step=step))
@@ -287,7 +293,7 @@ class Epoch:
             with self.files.temporary_directory(pending.path):
                 yield pending
         except OSError as error:
-            self.check_fence()  # a later epoch clears our temporary files: then that is the news
+            self.check_fence()  # a later epoch removes our temporary files: then raise Fenced
             raise CheckpointNotWritten(
                 f"{self.directory / str(pending.name)}: this checkpoint was not written: {error.strerror or error}"
                 f"{f' ({error.filename})' if error.filename else ''}; earlier checkpoints are intact. Free space on "
@@ -295,11 +301,11 @@ class Epoch:
             ) from error
 
     def prune(self, keep: int, best_step: int = 0) -> list[CheckpointName]:
-        """Remove what is no longer needed, and return its names.
+        """Removes checkpoints that are no longer needed and returns their names.
 
-        Needed are the newest `keep` of this epoch's checkpoints that verify (at least two), all after them, and the
-        newest of `best_step`. As long as there are fewer, nothing is removed; once there are enough, those of earlier
-        epochs go as well.
+        Needed are: the newest `keep` (at least two) of this epoch's checkpoints that verify, all newer ones, and the
+        newest one of step `best_step`. If fewer than that verify, nothing is removed; otherwise checkpoints of earlier
+        epochs are removed, too.
         """
         names = names_in(self.directory)
         kept = self._newest_verified((name for name in names if name.epoch == self.number), max(keep, MINIMUM_KEPT))
@@ -320,14 +326,16 @@ class Epoch:
         return doomed
 
     def _retire(self, path: Path) -> Path:
-        """Take the name away before the files: a kill in the middle must not leave a checkpoint that lacks some."""
+        """Renames a checkpoint before its files are removed: a kill in the middle must not leave a checkpoint that
+        lacks files."""
         self.check_fence()  # a later epoch may be resuming from this one
         temporary = path.with_name(f"{path.name}.tmp")
         self.files.rename(path, temporary)
         return temporary
 
     def _newest_verified(self, names: Iterable[CheckpointName], count: int) -> list[CheckpointName]:
-        """The newest `count` that verify, newest first; none when there are fewer. Each is read once per process."""
+        """Returns the newest `count` that verify, newest first; none if there are fewer. Each is read once per
+        process."""
         kept: list[CheckpointName] = []
         for name in sorted(names, reverse=True):
             if name in self._verified or not verify_checkpoint(self.directory / str(name)):
@@ -368,7 +376,7 @@ def _make_directories(directory: Path, files: DurableFiles) -> None:
 
 
 def names_in(directory: Path) -> list[CheckpointName]:
-    """Of the committed checkpoints, in no order; none where there is no directory."""
+    """Returns the names of the committed checkpoints, in no order; none if there is no directory."""
     parsed = (CheckpointName.parse(name) for name in _listing(directory))
     return [name for name in parsed if name is not None]
 
@@ -379,7 +387,7 @@ def _epoch_numbers(directory: Path) -> list[int]:
 
 
 def _epochs_seen(directory: Path) -> set[int]:
-    """Epochs that have begun, also those whose epoch file was lost but not their checkpoints."""
+    """Returns the epochs that have begun, including those whose epoch file was lost but not their checkpoints."""
     return {*_epoch_numbers(directory), *(name.epoch for name in names_in(directory))}
 
 
@@ -391,7 +399,8 @@ def _listing(directory: Path) -> list[str]:
 
 
 def _bases(directory: Path, names: Iterable[CheckpointName]) -> dict[int, CheckpointName | None]:
-    """What each epoch resumed from. An epoch whose file is lost counts as resuming from the newest one before it."""
+    """Returns the checkpoint from which each epoch resumed. An epoch whose file is lost counts as resuming from the
+    newest checkpoint before it."""
     bases: dict[int, CheckpointName | None] = {}
     for number in _epochs_seen(directory):
         try:

@@ -1,6 +1,6 @@
 """File operations for durable writes, used by corpus and checkpoints.
 
-Tests put an implementation in place of DurableFiles that is killed, fills up or loses power at a chosen operation.
+Tests replace DurableFiles by an implementation that is killed, fills up or loses power at a chosen operation.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from pathlib import Path
 import xxhash
 
 READ_BYTES = 4 * 2**20
-"""Bytes per read while hashing: enough to keep a disk busy, small enough to stay in the cache."""
+"""Bytes per read while hashing: large enough to keep a disk busy, small enough to stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a file must be: a checkpoint's manifest lists one for each of its files."""
+    """The expected size and hash of a file: a checkpoint's manifest lists one for each of its files."""
 
     name: str
     nbytes: int
     xxh3_128: str
-    """32 hexadecimal digits over all bytes of the file"""
+    """The hash of all bytes of the file, 32 hexadecimal digits."""
 
 
 class DurableFiles:
-    """Operations on names and contents. What was written is on the disk when `write` returns; what was created, renamed
-    or removed is when `sync_directory` of its directory has returned. Every failure is an OSError."""
+    """Operations on names and contents. Content is on the disk when `write` returns. A creation, renaming or removal is
+    on the disk when `sync_directory` of its directory has returned. Every failure is an OSError."""
 
     def make_directory(self, path: Path) -> None:
-        """Create one directory; it must not exist."""
+        """Creates one directory; it must not exist."""
         path.mkdir()
 
     def write(self, path: Path, chunks: Iterable[memoryview]) -> FileEntry:
-        """Write a new file (it must not exist) and fsync it. A chunk may be reused once the next one is asked for."""
+        """Writes a new file (it must not exist) and fsyncs it. A chunk may be reused once the next one is requested."""
         digest = xxhash.xxh3_128()
         nbytes = 0
         with path.open("xb", buffering=0) as file:
@@ -55,11 +55,11 @@ class DurableFiles:
         return FileEntry(path.name, nbytes, digest.hexdigest())
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file or directory its final name; atomic within one file system."""
+        """Gives a file or directory its final name; atomic within one file system."""
         source.rename(target)
 
     def sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable."""
+        """Makes the names in a directory durable."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -68,18 +68,19 @@ class DurableFiles:
 
     @contextmanager
     def temporary_directory(self, path: Path) -> Iterator[None]:
-        """A new, empty directory that is gone when the block ends, however it ends, unless it was renamed away."""
+        """Creates an empty directory that is removed when the block ends, however it ends, unless it was renamed."""
         try:
             self.remove_tree(path)
             self.make_directory(path)
             yield
         finally:
-            # The cause of the end is what matters; a next start finds and removes what could not be removed now.
+            # An error here must not hide the error that ended the block; the next start removes what could not be
+            # removed now.
             with suppress(OSError):
                 self.remove_tree(path)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a file or a directory with all it holds; what is not there is no error."""
+        """Removes a file or a directory with everything in it; it is no error if it does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             if not path.is_dir() or path.is_symlink():
                 path.unlink()
@@ -90,7 +91,7 @@ class DurableFiles:
 
 
 def open_regular(path: Path) -> FileIO:
-    """Opens for reading. Raises OSError, also for a pipe, whose reader would block."""
+    """Opens a regular file for reading. Raises OSError, also for a pipe, whose reader would block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -99,7 +100,7 @@ def open_regular(path: Path) -> FileIO:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Length and hash of a file as it is on the disk now."""
+    """Returns the length and hash of a file as it is on the disk now."""
     digest = xxhash.xxh3_128()
     buffer = bytearray(READ_BYTES)
     nbytes = 0

@@ -1,6 +1,6 @@
-"""Names and manifest of a checkpoint, and the training state apart from tensors.
+"""Names and manifest of a checkpoint, and the training state other than tensors.
 
-docs/checkpoints.md describes the bytes. Torch-free: `spillway ckpt` reads these without a trainer.
+docs/checkpoints.md describes the bytes. Does not import torch: `spillway ckpt` reads these without a trainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointName:
-    """step-N.eE: committed by epoch E after N steps. Ordered by epoch, then step."""
+    """The name step-N.eE: committed by epoch E after N steps. Ordered by epoch, then step."""
 
     epoch: int
     step: int
@@ -37,7 +37,7 @@ class CheckpointName:
 
     @staticmethod
     def parse(text: str) -> CheckpointName | None:
-        """None when `text` is no checkpoint's name (a temporary sibling, an epoch file, something of the user's)."""
+        """Returns None if `text` is not a checkpoint's name (a temporary sibling, an epoch file, a user's file)."""
         match = _NAME.fullmatch(text)
         return CheckpointName(epoch=int(match[2]), step=int(match[1])) if match else None
 
@@ -57,7 +57,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor of the checkpoint is."""
+    """The file and shape of one tensor of the checkpoint."""
 
     file: str
     shape: tuple[int, ...]
@@ -69,18 +69,18 @@ class BestEvaluation:
 
     loss: float = math.inf
     step: int = 0
-    """0: there was none."""
+    """0: there was no evaluation."""
     since: int = 0
-    """Evaluations since the last improvement."""
+    """Number of evaluations since the last improvement."""
 
     def after(self, step: int, loss: float, min_delta: float) -> BestEvaluation:
-        """With the evaluation after `step`. One that is lower, but by less than `min_delta`, is the best and no
-        improvement; NaN is neither."""
+        """Returns the value after the evaluation that follows `step`. A loss that is lower by less than `min_delta`
+        becomes the best, but is not an improvement; NaN is neither."""
         since = 0 if loss < self.loss - min_delta else self.since + 1
         return BestEvaluation(loss, step, since) if loss < self.loss else replace(self, since=since)
 
     def stops(self, patience: int | None) -> bool:
-        """Whether the run ends here: early stopping. None: never."""
+        """Whether the run ends here by early stopping. `patience` None: never."""
         return patience is not None and self.since >= patience
 
 
@@ -89,34 +89,35 @@ NO_EVALUATION = BestEvaluation()
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Everything apart from tensors that a run needs to resume as if it had never stopped."""
+    """Everything except tensors that a run needs to resume as if it had never stopped."""
 
     step: int
     """Optimizer steps completed."""
     seed: int
     samples_consumed: int
-    """The data position: one integer (data.py)."""
+    """The position in the data, one integer (data.py)."""
     sequence_length: int
     scalars: Mapping[str, float]
-    """The optimizer's: powers of the betas, number of updates; in float16 the loss scale. Exact (hexadecimal floats on
-    disk)."""
+    """The optimizer's scalars: powers of the betas, number of updates, and in float16 the loss scale. Exact
+    (hexadecimal floats on disk)."""
     schedule: Mapping[str, Any]
     """Inputs of the learning-rate schedule; JSON values."""
     random_state: str
     """State of torch's CPU generator, base64."""
     data_xxh3: str
-    """Fingerprint of what decides which tokens sample i holds (TokenBatches.fingerprint)."""
+    """Fingerprint of everything that determines which tokens sample i holds (TokenBatches.fingerprint)."""
     tokenizer_xxh3: str
     model: Mapping[str, Any]
-    """What the model is (Chain.description); JSON values."""
+    """Description of the model (Chain.description); JSON values."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """The tokenizer's, as in tokenizer_config.json: eos_token, mask_token."""
+    """The tokenizer's special tokens, as in tokenizer_config.json: eos_token, mask_token."""
     rule: str = UpdateRule.ADAMW.value
-    """spec.training.optimizer.name; AdamW is not written, so that a Spillway without other rules reads it."""
+    """spec.training.optimizer.name. AdamW is not written, so that a version of Spillway without other rules can read
+    the file."""
     moments: str = MomentType.FLOAT32.value
     """spec.training.optimizer.moments; float32 is not written, for the same reason."""
     best: BestEvaluation = NO_EVALUATION
-    """Written only once there is one."""
+    """Written only if there was an evaluation."""
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self) | {"scalars": {name: value.hex() for name, value in self.scalars.items()}}
@@ -139,17 +140,18 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """manifest.json: written last, so that a checkpoint that has one is complete."""
+    """manifest.json, written last, so that a checkpoint that has one is complete."""
 
     name: CheckpointName
     parent: CheckpointName | None
-    """The checkpoint that this one continues: the epoch's previous one, or the one that the epoch resumed from."""
+    """The checkpoint that this one continues: the previous one of its epoch, or the one from which the epoch
+    resumed."""
     files: tuple[FileEntry, ...]
     tensors: Mapping[str, TensorEntry]
     """One for each kind of state (master.X, exp_avg.X ...) of every parameter X; a tied alias has none."""
     state: TrainingState
     spillway: str
-    """Version of the writer."""
+    """The version of Spillway that wrote it."""
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +173,8 @@ class Manifest:
 
     @staticmethod
     def from_bytes(content: bytes) -> Manifest:
-        """Raises Unsealed when a byte differs from what was written, UserError for a version this code cannot read."""
+        """Parses a manifest. Raises Unsealed when a byte differs from what was written, and UserError for a version
+        that this code cannot read."""
         fields = unseal(content)
         if fields.get("version") != MANIFEST_VERSION:
             raise UserError(
@@ -181,7 +184,7 @@ class Manifest:
             )
         try:
             return Manifest._from_fields(fields)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:  # sealed, but not by us
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # sealed, but not a manifest
             raise Unsealed(f"JSON that is not a manifest ({type(error).__name__}: {error})") from error
 
     @staticmethod
@@ -210,7 +213,8 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(path: Path) -> StoredCheckpoint:
-    """The checkpoint in directory `path`, by its manifest alone. Raises Unsealed when there is no intact manifest."""
+    """Returns the checkpoint in directory `path`; reads only its manifest. Raises Unsealed when there is no intact
+    manifest."""
     try:
         with open_regular(path / MANIFEST) as file:
             content = file.read()
@@ -226,7 +230,7 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
 
 
 def verify_checkpoint(path: Path) -> list[Problem]:
-    """Read every byte of the checkpoint in directory `path`; an empty list means that it is as it was written."""
+    """Reads every byte of the checkpoint in directory `path`; returns an empty list if it is as it was written."""
     try:
         checkpoint = open_checkpoint(path)
     except Unsealed as error:

@@ -1,4 +1,4 @@
-"""JSON files that notice every changed bit: the first line holds the hash of all bytes after it."""
+"""JSON files in which every changed bit is detected: the first line holds the hash of all bytes after it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SEAL = re.compile(rb'\{"xxh3_128": "([0-9a-f]{32})",\n')
 
 
 class Unsealed(Exception):
-    """A sealed file with other bytes than were written; the text says what was found."""
+    """A sealed file whose bytes differ from those written; the text says what was found."""
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
-    """JSON whose first line holds the hash of all bytes after it, so that no bit can change unseen."""
+    """Returns JSON whose first line holds the hash of all bytes after it, so that every changed bit is detected."""
     body = json.dumps(fields, indent=1, allow_nan=False).removeprefix("{\n").encode()
     return f'{{"xxh3_128": "{xxhash.xxh3_128_hexdigest(body)}",\n'.encode() + body + b"\n"
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """The fields of a sealed file. Raises Unsealed when any byte differs from what was written."""
+    """Returns the fields of a sealed file. Raises Unsealed when any byte differs from what was written."""
     match = _SEAL.match(content)
     if match is None:
         raise Unsealed(f"{len(content)} bytes that do not begin with a checksum")

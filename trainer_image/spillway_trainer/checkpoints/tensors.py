@@ -1,10 +1,11 @@
-"""Tensors into a checkpoint and out of it: safetensors files, no pickle; one file's worth of extra memory, or a copy of
-all of them, which is written while training goes on.
+"""Writes tensors into a checkpoint and reads them back: safetensors files, no pickle. The extra memory is that of one
+file, or of a copy of all tensors, which is then written while training continues.
 
-The tensors are canonical (design: independent of plan, placement and world size): for every parameter X that is no tied
-alias, one of each kind of the update rule (`master.X`, `exp_avg.X` ...) in the parameter's shape: masters in float32,
-moments in the type that the run keeps them in; quantized ones flat, as the bytes of reference.quantized. Beside them
-the running statistics of batch norms (`buffer.X`: averages in float32, counts in int64).
+The tensors are canonical (independent of plan, placement and world size, by design). For every parameter X that is not
+a tied alias there is one tensor of each kind of the update rule (`master.X`, `exp_avg.X` ...), in the parameter's
+shape: masters in float32, moments in the type in which the run keeps them, but quantized ones flat, as the bytes of
+reference.quantized. The running statistics of batch norms are stored as well (`buffer.X`: averages in float32, counts
+in int64).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .manifest import StoredCheckpoint, TensorEntry, TrainingState
 
 NONE: Mapping[str, Sequence[int]] = {}
 FILE_BYTES = 64 * MIB
-"""Tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor has its own file."""
+"""Tensor bytes per file, and the extra host memory of a checkpoint; a larger tensor gets its own file."""
 
 _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8",
                       torch.int64: "I64"}  # fmt: skip
@@ -38,7 +39,8 @@ _SAFETENSORS_DTYPE = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float1
 def copied(
     tensors: Iterable[tuple[str, Tensor]], memory: Tensor
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-    """Copies in `memory`; and the first tensor that did not fit there any more, which ends the copying."""
+    """Copies tensors into `memory` until one does not fit. Returns the copies, and in a second list that first tensor,
+    if any."""
     copies, used = list[tuple[str, Tensor]](), 0
     for name, tensor in tensors:
         if used + tensor.nbytes > memory.nbytes:
@@ -60,7 +62,7 @@ def save(
 def write_tensors(
     pending: Pending, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES, *, stay: bool = False
 ) -> None:
-    """Write tensors into numbered files. A tensor may be reused once the next one is asked for, unless they `stay`."""
+    """Writes tensors into numbered files. A tensor may be reused once the next one is requested, unless they `stay`."""
     group = _Group(pending, file_bytes, stay)
     for name, tensor in tensors:
         assert tensor.dtype in _SAFETENSORS_DTYPE, f"{name} is {tensor.dtype}"
@@ -70,15 +72,15 @@ def write_tensors(
 
 
 class _Group:
-    """Tensors until a file is full, copied side by side unless they stay."""
+    """Collects tensors until a file is full; copies them into one buffer unless they stay valid."""
 
     def __init__(self, pending: Pending, file_bytes: int, stay: bool) -> None:
         self._pending, self._file_bytes, self._stay = pending, file_bytes, stay
-        # Pages are touched, and so exist, only as far as the buffer fills.
+        # Pages are touched, and so become resident, only as far as the buffer fills.
         self._buffer = torch.empty(0 if stay else file_bytes, dtype=torch.uint8)
         self._used = 0
         self._held: dict[str, Tensor] = {}
-        """Of the file to come."""
+        """Tensors of the next file."""
         self._num_files = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -97,7 +99,7 @@ class _Group:
 
     def _write_file(self, tensors: Mapping[str, Tensor]) -> None:
         path = self._pending.path / f"tensors-{self._num_files:05d}.safetensors"
-        # Without gaps between them, readers find every tensor aligned only if the widest come first.
+        # The widest come first, because the data has no gaps and readers need every tensor aligned.
         in_order = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         header = safetensors_header({name: (tensor.dtype, tensor.shape) for name, tensor in in_order.items()})
         content = [memoryview(header), *(bytes_of(tensor) for tensor in in_order.values() if tensor.nbytes)]
@@ -109,18 +111,19 @@ class _Group:
 
 def _copied_to(memory: Tensor, offset: int, tensor: Tensor) -> Tensor:
     place = memory[offset : offset + tensor.nbytes]
-    if tensor.nbytes:  # by one thread: torch's wait for one another after each tensor, which a busy machine makes long
+    if tensor.nbytes:  # with one thread: torch's threads wait for each other after each tensor, long on a busy machine
         place.numpy()[:] = bytes_of(tensor)
     return place.view(tensor.dtype).view(tensor.shape)
 
 
 def _aligned(nbytes: int) -> int:
-    """Rounded up to where a tensor of any type may begin."""
+    """Returns `nbytes` rounded up to an offset at which a tensor of any type may begin."""
     return -(-nbytes // 8) * 8
 
 
 def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    """The first bytes of a safetensors file: length of the JSON as little-endian uint64, JSON padded to 8 bytes.
+    """Returns the first bytes of a safetensors file: length of the JSON as little-endian uint64, JSON padded to 8
+    bytes.
 
     The data follows in the order of the mapping, without gaps (https://github.com/huggingface/safetensors, Format).
     """
@@ -138,10 +141,10 @@ def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]])
 def load(
     checkpoint: StoredCheckpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]] = NONE
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a verified checkpoint, file by file; `shapes` are the model's parameters without tied aliases,
-    `statistics` its running statistics, under their names there.
+    """Yields every tensor of a verified checkpoint, file by file. `shapes` are those of the model's parameters without
+    tied aliases, `statistics` those of its running statistics, by their names in the checkpoint.
 
-    Raises UserError before the first tensor when names or shapes are not the model's.
+    Raises UserError before the first tensor if names or shapes are not the model's.
     """
     state = checkpoint.manifest.state
     settings = Hyperparameters(rule=UpdateRule(state.rule), moments=MomentType(state.moments))
@@ -152,7 +155,7 @@ def load(
 def _loaded(
     checkpoint: StoredCheckpoint, wanted: Iterable[str], statistics: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The `wanted` tensors, in the manifest's order."""
+    """Yields the `wanted` tensors, in the manifest's order."""
     tensors, moments = checkpoint.manifest.tensors, MOMENT_DTYPES[MomentType(checkpoint.manifest.state.moments)]
     for file_name, names in groupby(wanted, key=lambda name: tensors[name].file):
         with safe_open(checkpoint.path / file_name, framework="pt") as file:
@@ -166,7 +169,7 @@ def _loaded(
 def load_parameters(
     checkpoint: StoredCheckpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]] = NONE
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `load`, without the optimizer's moments: of a run that starts from another's parameters."""
+    """As `load`, without the optimizer's moments: for a run that starts from another run's parameters."""
     try:
         _check_shapes(checkpoint, Hyperparameters(), (MASTER,), shapes, statistics)
     except UserError as error:
@@ -189,8 +192,8 @@ def check_same_run(
     moments: str,
     source_xxh3: str = "",
 ) -> None:
-    """Raises UserError when a checkpoint belongs to another tokenizer, corpus, sequence order, seed, optimizer or model
-    to start from than this run."""
+    """Raises UserError if the tokenizer, corpus, sequence order, seed, optimizer or initial model of a checkpoint
+    differs from this run's."""
     differences = [
         f"{what} {now!r} now, {then!r} in the checkpoint"
         for what, now, then in (
@@ -213,8 +216,8 @@ def check_same_run(
 
 
 def check_same_base(start: StoredCheckpoint, model: Mapping[str, Any], seed: int, tokenizer_xxh3: str) -> None:
-    """Raises UserError when the parameters of `start` mean something else in this run: other tokens, or changes to
-    other frozen parameters."""
+    """Raises UserError if the parameters of `start` have another meaning in this run: they are for another tokenizer,
+    or are changes to other frozen parameters."""
     then = start.manifest.state
     where = f"spec.checkpoint.from: {start.path}: trained"
     if then.tokenizer_xxh3 != tokenizer_xxh3:
@@ -231,7 +234,8 @@ def check_same_base(start: StoredCheckpoint, model: Mapping[str, Any], seed: int
 
 
 def random_state(generator: torch.Generator = torch.default_generator) -> str:
-    """State of torch's CPU generator as text, for TrainingState; a new generator is in that of a new process."""
+    """Returns the state of torch's CPU generator as text, for TrainingState. A new generator has the state of a new
+    process."""
     return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
 
 
@@ -246,7 +250,7 @@ def _check_shapes(
     shapes: Mapping[str, Sequence[int]],
     statistics: Mapping[str, Sequence[int]],
 ) -> None:
-    """Of the states of these `kinds`, and of the running statistics."""
+    """Checks the states of these `kinds` and the running statistics against the model. Raises UserError."""
     wanted = {
         f"{kind}.{name}": settings.state_shape(kind, torch.Size(shape))
         for kind in kinds
@@ -270,5 +274,5 @@ def _check_shapes(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's elements, contiguous, little-endian; no copy if host memory already has them so."""
+    """Returns the tensor's elements, contiguous and little-endian; copies only if host memory does not have them so."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

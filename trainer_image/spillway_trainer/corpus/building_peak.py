@@ -1,5 +1,5 @@
-"""What the pod that built a corpus took until it was there, kept beside the shards: a later attempt finds the corpus
-built, and its own cgroup has not seen what that takes."""
+"""Peak memory of the pod that built a corpus, kept beside the shards: a later attempt finds the corpus built, so its
+own cgroup has not seen what building takes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from ..cgroup import peak_memory_bytes, read_text
 from .tokens import SAMPLE_BYTES
 
 PEAK_FILE = "pod-peak"
-"""In the corpus' directory: bytes, as decimal digits."""
+"""File in the corpus directory that holds the bytes as decimal digits."""
 MOST_DIGITS = 18
 
 
 def room_for_more_text(text_bytes: int) -> int:
-    """What building takes more, at most, of a text that has grown: the tokenizer is trained on a sample."""
+    """Returns the most bytes that building takes in addition if the text grows: a sample of limited size trains the
+    tokenizer."""
     return int(CORPUS_BUILD_BYTES * max(0.0, 1.0 - text_bytes / SAMPLE_BYTES))
 
 
 def peak_of_building(directory: Path, room_bytes: int, *, is_new: bool, root: Path = Path("/")) -> int:
-    """Bytes, with `room_bytes`, when this attempt has just built the corpus (`is_new`); else as they were kept. 0 where
-    nobody said, or nothing limits the process.
+    """Returns the peak in bytes: measured and increased by `room_bytes` if this attempt has just built the corpus
+    (`is_new`), else as it was kept; 0 if no value was kept, or if nothing limits the process.
 
-    What cannot be kept is no evidence for a later attempt, and no error.
+    If the value cannot be written, a later attempt has none; that is no error.
     """
     file = directory / PEAK_FILE
     if not is_new:
@@ -38,5 +39,5 @@ def peak_of_building(directory: Path, room_bytes: int, *, is_new: bool, root: Pa
         with suppress(OSError):
             written = file.with_name(f"{PEAK_FILE}.{os.getpid()}.tmp")
             written.write_text(str(peak), encoding="ascii")
-            written.replace(file)  # a part of the digits would be a lie
+            written.replace(file)  # atomic: no reader sees only some of the digits
     return peak

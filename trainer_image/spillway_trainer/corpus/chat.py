@@ -2,9 +2,9 @@
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
     {"prompt": ..., "completion": ...}      two strings, or two lists of messages
-    {"input_ids": [...], "labels": [...]}   tokens; a label is its token, or -100: none
+    {"input_ids": [...], "labels": [...]}   tokens; each label is its token, or -100 for no label
 
-Labels are the tokens of the response, also those that only share a character with it. Torch-free.
+Labels are the tokens of the response, including tokens of which only some characters belong to it. Torch-free.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ FORMS = (
 )
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH_CHARACTERS = 2**18
-"""Text encoded at once: with offsets, a token takes a hundred bytes."""
+"""Characters encoded at once; limited because a token with its offsets takes a hundred bytes."""
 _VERSION = 1
-"""Of what is made from a line."""
+"""Version of what is made from a line."""
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """What a model's directory says of chats."""
+    """What a model's directory says about chats."""
 
     directory: Path
     texts: Mapping[str, str]
-    """Name -> Jinja: "default", perhaps "tool_use". Empty: the model has none."""
+    """Name -> Jinja template: "default" and perhaps "tool_use". Empty if the model has none."""
     tokens: Mapping[str, str]
-    """bos_token and so on, as templates name them."""
+    """The special tokens by the names that templates use: bos_token and so on."""
 
     @staticmethod
     def of(directory: Path) -> ChatTemplate:
@@ -73,7 +73,7 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """xxh3-128 of all that decides which tokens a line becomes, and which are labels."""
+        """xxh3-128 of everything that decides which tokens a line becomes, and which of them are labels."""
         tokenizer = describe_file(self.directory / "tokenizer.json").xxh3_128
         decides = [_VERSION, tokenizer, dict(self.texts), dict(self.tokens)]
         return xxhash.xxh3_128_hexdigest(json.dumps(decides, sort_keys=True).encode())
@@ -83,15 +83,15 @@ class ChatTemplate:
 class Rendered:
     text: str
     responses: tuple[Span, ...]
-    """Characters start .. stop-1 of `text`."""
+    """For each response, characters start .. stop-1 of `text`."""
     by_template: bool
-    """Whether the text spells all special tokens of the document; else they are added."""
+    """Whether the text contains all special tokens of the document; if not, they are added."""
     given: tuple[list[int], npt.NDArray[np.bool_]] | None = None
     """Tokens instead of a text, and which of them are labels."""
 
 
 class Renderer:
-    """Lines to texts. Raises UserError without the place of the line, which the caller knows."""
+    """Renders lines as texts. Raises UserError without the place of the line, which the caller adds."""
 
     def __init__(self, template: ChatTemplate, special_tokens: Sequence[str], num_tokens: int) -> None:
         self._template, self._num_tokens = template, num_tokens
@@ -108,7 +108,7 @@ class Renderer:
             case {"messages": list() as messages}:
                 return self._conversation(document, _checked(messages, "messages"))
             case {"prompt": str() as prompt, "completion": str() as completion}:
-                # JSON can spell lone surrogates, which have no UTF-8.
+                # JSON can express lone surrogates, which UTF-8 cannot.
                 text = (prompt + completion).encode(errors="replace").decode()
                 return Rendered(text, ((len(prompt), len(text)),), by_template=False)
             case {"prompt": list() as prompt, "completion": list() as completion}:
@@ -140,7 +140,7 @@ class Renderer:
         return Rendered(text, responses, by_template=True)
 
     def _response(self, document: Mapping[str, Any], messages: list[dict[str, Any]], number: int, text: str) -> Span:
-        """What message `number` adds to the text of those before it and the prompt for a response."""
+        """Returns what message `number` adds to the text of the messages before it and the prompt for a response."""
         try:
             before = self._render(document, messages[:number], add_generation_prompt=True)
             after = text if number == len(messages) - 1 else self._render(document, messages[: number + 1])
@@ -160,14 +160,14 @@ class Renderer:
     def _render_marked(
         self, document: Mapping[str, Any], messages: list[dict[str, Any]], **options: bool
     ) -> tuple[str, tuple[Span, ...]]:
-        """Text, and what lies between the template's marks of responses."""
+        """Returns the text, and the spans between the marks of responses in the template."""
         from jinja2 import TemplateError  # noqa: PLC0415 - comes with the extra [hf]
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415
 
         template = self._text_of(document)
         try:
             given = {**self._template.tokens, **(document.get("chat_template_kwargs") or {})}
-            given |= {"add_generation_prompt": False} | options  # a prompt behind the last response would be its label
+            given |= {"add_generation_prompt": False} | options  # a prompt after the last response would be part of it
             made: Any = render_jinja_template(
                 conversations=[messages],
                 tools=document.get("tools"),
@@ -177,7 +177,7 @@ class Renderer:
             )
         except TemplateError as error:
             raise UserError(f"rejected by the chat template of {self._template.directory}: {error}") from error
-        except Exception as error:  # a template runs operators of Python
+        except Exception as error:  # a template can run Python's operators
             raise UserError(
                 f"cannot be rendered by the chat template of {self._template.directory}: {type(error).__name__}: "
                 f"{error}"
@@ -209,7 +209,8 @@ class Renderer:
 
 
 def _checked(messages: list[Any], name: str) -> list[dict[str, Any]]:
-    """Without fields that are null, as `apply_chat_template` passes them."""
+    """Returns messages without fields that are null, as `apply_chat_template` passes them. Raises UserError if one is
+    no message."""
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f'{name}[{number}]: must be {{"role": ..., "content": ...}}; found {str(message)[:60]}')
@@ -219,7 +220,7 @@ def _checked(messages: list[Any], name: str) -> list[dict[str, Any]]:
 
 
 def _given(tokens: list[Any], labels: list[Any] | None, num_tokens: int) -> tuple[list[int], npt.NDArray[np.bool_]]:
-    """Of a line that is tokens already. Without `labels` every token is one."""
+    """Checks a line that holds tokens, and returns them and which of them are labels: all of them without `labels`."""
     wrong = next((at for at, one in enumerate(tokens) if type(one) is not int or not 0 <= one < num_tokens), None)
     if wrong is not None:
         found = f"input_ids[{wrong}] is {str(tokens[wrong])[:60]}"
@@ -263,7 +264,7 @@ def _no_prefix(part: str, text: str) -> str:
 
 
 class ChatEncoder:
-    """Lines to tokens, and which of them are labels."""
+    """Encodes lines to tokens, and notes which of them are labels."""
 
     def __init__(self, template: ChatTemplate, tokenizer_json: bytes, end_of_text: int) -> None:
         self._end_of_text = end_of_text
@@ -278,19 +279,19 @@ class ChatEncoder:
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         self._renderer = Renderer(template, special, 1 + max(tokenizer.get_vocab(with_added_tokens=True).values()))
         self.documents = array("q")
-        """Of each document the corpus' tokens up to its end, and the number of its first label."""
+        """For each document, its end in the corpus, and the index of its first label within the document."""
         self.num_labels = 0
         self._is_label = bytearray()
-        """1 for each token that is a label, of those that `take_mask` has not taken."""
+        """1 for each token that is a label, else 0, from the first token that `take_mask` has not taken."""
 
     def take_mask(self, num_tokens: int) -> npt.NDArray[np.uint8]:
-        """A bit for each of the next tokens that were encoded."""
+        """Returns one bit for each of the next tokens that were encoded: whether it is a label."""
         mask = np.packbits(np.frombuffer(self._is_label[:num_tokens], np.bool_))
         del self._is_label[:num_tokens]
         return mask
 
     def encoded(self, source: TextSource, dtype: str, told: Callable[[Sized], None]) -> Iterator[npt.NDArray[Any]]:
-        """The tokens of each document; `take_mask` has their labels."""
+        """Yields the tokens of each document; `take_mask` then returns which of them are labels."""
         batch: list[tuple[str, Rendered]] = []
         characters = 0
         for place, line in source.lines():
@@ -335,7 +336,7 @@ class ChatEncoder:
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json of a model's directory; empty where there is none."""
+    """Returns the content of tokenizer_config.json in a model's directory; empty if there is no such file."""
     path = directory / "tokenizer_config.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -349,6 +350,6 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """name -> token of a tokenizer_config, where a token is a string or an object with its "content"."""
+    """Returns name -> token of a tokenizer_config, where a token is a string or an object with the key "content"."""
     tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in config.items()}
     return {name: token for name, token in tokens.items() if isinstance(token, str)}

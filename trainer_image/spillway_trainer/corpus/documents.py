@@ -1,8 +1,8 @@
-"""spec.data.entrypoint: what a function of the user's returns -> a file of lines, which is read like data.text or
-data.chat. Torch-free.
+"""spec.data.entrypoint: the documents that a user's function returns -> a file of lines, which is read like data.text
+or data.chat. Torch-free.
 
-The function is called once, where the corpus is built: in a child process, with a bound on its memory and on the time
-that it takes for a document.
+The function is called once, when the corpus is built: in a child process, with a limit on its memory and on the time
+that it takes for each document.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from .text_source import CHAT_COLUMNS, TextSource
 FILE = "documents.jsonl"
 FORMS = 'a string, {"text": ...}, {"messages": ...}, {"prompt": ..., "completion": ...} or {"input_ids": ...}'
 SAY_SECONDS = 5.0
-"""Between lines about how far the corpus is."""
+"""Time between two lines that report how far the corpus is."""
 _REARM_SECONDS = 1.0
-"""Arming the timer starts a thread: too long for every document."""
+"""Time between two settings of the timer. Each one starts a thread, which takes too long to be done for every
+document."""
 
 
 def written_documents(source: TextSource, directory: Path, report: Callable[[str], None]) -> TextSource:
-    """Calls the entry point `source` and writes its documents to a file in `directory`, a line each: the source that
-    is read instead. Raises UserError."""
+    """Calls the entry point `source` and writes its documents to a file in `directory`, one per line. Returns the
+    source that is read instead. Raises UserError."""
     where, kinds, number = f"spec.data.entrypoint = {source.description}", set[str](), 0
     with (directory / FILE).open("w", encoding="ascii") as file, _bounded() as more:
         function, said = function_of(source.description, where), time.monotonic()
@@ -46,7 +47,7 @@ def written_documents(source: TextSource, directory: Path, report: Callable[[str
                 said, written = time.monotonic(), file.tell()
                 so_far = f"{counted(number, 'document')} so far, {format_bytes(written)}"
                 report(f"corpus: {so_far}")
-                if (free := shutil.disk_usage(directory).free) < written:  # some of it for the tokens
+                if (free := shutil.disk_usage(directory).free) < written:  # the tokens need some of it
                     raise UserError(
                         f"{where}: {so_far}, but {directory.parent} has only {format_bytes(free)} free for more "
                         "documents and their tokens; return fewer documents, or use a larger disk"
@@ -66,7 +67,7 @@ def written_documents(source: TextSource, directory: Path, report: Callable[[str
 
 
 def ended_early(code: int, log: str) -> str:
-    """Why the process that called an entry point gave no error message."""
+    """Returns why the process that called an entry point ended without an error message."""
     if re.search(r"^Timeout \(\d+:\d\d:\d\d", log, re.MULTILINE):  # by faulthandler
         return f"no document in {INSPECTION_DEADLINE_SECONDS} s; the log says where it hangs"
     if code == -9:
@@ -78,7 +79,7 @@ def ended_early(code: int, log: str) -> str:
 
 
 def _documents(function: Callable[[], object], where: str, report: Callable[[str], None]) -> Iterator[object]:
-    """What `function` returns, one after the other. Its errors become UserErrors."""
+    """Yields the documents that `function` returns. Turns its errors into UserErrors."""
     number = 0
     try:
         for document in _iterable(function(), where):
@@ -112,7 +113,7 @@ def _iterable(made: Any, where: str) -> Iterable[object]:
 
 
 def _line(document: Any, where: str) -> tuple[str, str]:
-    """text or chat, and the line of JSON in the form of that source."""
+    """Returns the kind, text or chat, and the line of JSON that a source of this kind holds."""
     fields = document if isinstance(document, Mapping) else {"text": document}
     given = {key: fields[key] for key in CHAT_COLUMNS if fields.get(key) is not None}
     kind = "chat" if {"messages", "prompt", "input_ids"} & given.keys() else "text"
@@ -122,7 +123,7 @@ def _line(document: Any, where: str) -> tuple[str, str]:
             found = f"{type(document).__name__} {str(document)[:60]}"
             raise UserError(f"{where}: must be {FORMS}; found {found}")
     try:
-        return kind, json.dumps(given, default=lambda value: value.tolist())  # of arrays and tensors
+        return kind, json.dumps(given, default=lambda value: value.tolist())  # for arrays and tensors
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(
             f"{where}: cannot be written as JSON: {error}; use strings, numbers, lists, dictionaries, arrays or tensors"
@@ -131,8 +132,8 @@ def _line(document: Any, where: str) -> tuple[str, str]:
 
 @contextmanager
 def _bounded() -> Iterator[Callable[[], None]]:
-    """Bounds this process's memory, and the time until the yielded function is called again: then the process exits,
-    with the stacks of its threads in its log."""
+    """Limits this process's memory, and the time until the yielded function is called again: after that time the
+    process exits, and its log shows the stacks of its threads."""
     before, armed = resource.getrlimit(resource.RLIMIT_DATA), time.monotonic()
 
     def more() -> None:

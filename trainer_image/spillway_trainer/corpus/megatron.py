@@ -1,4 +1,4 @@
-"""Tokens of Megatron-LM's indexed data sets: NAME.bin, and NAME.idx that says what is in it. Torch-free.
+"""Tokens of Megatron-LM's indexed data sets: NAME.bin holds the tokens, NAME.idx says what is in it. Torch-free.
 
 NAME.idx: MMIDIDX\\0\\0, version, type, numbers of sequences and document ends; lengths, byte offsets, document ends
 """
@@ -26,7 +26,8 @@ _TOKENS_AT_ONCE = 2**20
 def megatron_tokens(
     source: TextSource, vocab_size: int, dtype: str, tally: Tally, told: Callable[[Sized], None]
 ) -> Iterator[npt.NDArray[Any]]:
-    """All tokens, file by file, as they are: nothing is put between documents."""
+    """Yields all tokens, file by file, unchanged: nothing is put between documents. Raises UserError for a token that
+    the vocabulary does not have."""
     for name in source.files:
         if not name.endswith(".idx"):
             continue
@@ -46,7 +47,7 @@ def megatron_tokens(
 
 
 def _opened(index: Path) -> tuple[npt.NDArray[Any], int]:
-    """Tokens, memory-mapped, and the number of documents. Raises UserError unless both files agree."""
+    """Returns the tokens, memory-mapped, and the number of documents. Raises UserError unless both files agree."""
     with index.open("rb") as file:
         head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or not head.startswith(_MAGIC):

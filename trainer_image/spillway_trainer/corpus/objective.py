@@ -10,13 +10,14 @@ IGNORED_LABEL = -100
 
 class TrainingObjective(StrEnum):
     CAUSAL = "Causal"
-    """Each token from those before it."""
+    """Predicts each token from the tokens before it."""
     MASKED = "Masked"
-    """Hidden tokens from all others (Devlin et al. 2019)."""
+    """Predicts hidden tokens from all others (Devlin et al. 2019)."""
     PREFIX = "Prefix"
-    """The second part of the window, each token from the whole first part and those before it (Raffel et al. 2020)."""
+    """Predicts each token of the window's second part from the first part and the tokens before it (Raffel et al.
+    2020)."""
 
 
 def prefix_length(sequence_length: int) -> int:
-    """Tokens of a window that the encoder of an encoder-decoder model reads; the rest is decoded."""
+    """Returns how many tokens of a window the encoder of an encoder-decoder model reads; the rest is decoded."""
     return sequence_length // 2

@@ -33,9 +33,9 @@ KINDS = {
     "chat": (".jsonl, .parquet or .arrow files of chats", (".jsonl", ".parquet", ".arrow")),
     "tokens": (".idx files of Megatron-LM", (".bin", ".idx")),
 }
-"""Of spec.data: what is in the files of a directory, and how they are named."""
+"""Fields of spec.data -> what the files of a directory hold, and the suffixes of their names."""
 PIECE_CHARACTERS = 2**20
-"""A long document is read and encoded in pieces of about this size, cut at line ends."""
+"""A long document is read and encoded in pieces of about this many characters, cut at line ends."""
 
 _BINARY_PROBE_BYTES = 8192
 _TABLES = (".parquet", ".arrow")
@@ -49,18 +49,18 @@ _NOT_IN_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "
 
 @dataclass(slots=True)
 class Tally:
-    """What was read, and what was not as it should be."""
+    """Counts what was read, and what was not as it should be."""
 
     documents: int = 0
     undecodable: int = 0
-    """Files with bytes that are not UTF-8; each became U+FFFD."""
+    """Files with bytes that are not UTF-8 and became U+FFFD."""
     binary: int = 0
     """Files with NUL bytes, skipped."""
     malformed: int = 0
-    """Lines of .jsonl files, and rows of tables, without a "text", skipped."""
+    """Lines of .jsonl files, and rows of tables, that have no "text" and were skipped."""
 
     def sentence(self) -> str:
-        """Empty when all was well."""
+        """Says what was wrong; empty if nothing was."""
         found = (
             (self.undecodable, "files with undecodable bytes (replaced by U+FFFD)"),
             (self.binary, "binary files (skipped)"),
@@ -83,13 +83,13 @@ class TextSource:
     """Command-line form, understood by `python -m spillway_trainer.corpus.tokens`."""
     root: Path
     files: tuple[str, ...]
-    """Relative to `root`, sorted. None of an entry point, which is not called to see whether it is the same."""
+    """Relative to `root`, sorted. Empty for an entry point, which is not called to find out whether it has changed."""
     place: str = ""
-    """For messages, of a line before its number. Default: its file."""
+    """For messages: what comes before the number of a line; empty: the name of its file."""
 
     @property
     def kind(self) -> str:
-        """text, chat, tokens, entrypoint or builtin, as the field of spec.data."""
+        """text, chat, tokens, entrypoint or builtin: the name of the field in spec.data."""
         return self.option[0].removeprefix("--")
 
     @property
@@ -102,7 +102,7 @@ class TextSource:
         return f"{self.description} ({counted(len(self.files), 'file')}, {format_bytes(self.nbytes)})"
 
     def pieces(self, tally: Tally) -> Iterator[TextPiece]:
-        """All text in order. Long documents come in several pieces; empty ones do not come at all."""
+        """Yields all text in order. A long document is several pieces; an empty one is left out."""
         for name in self.files:
             path = self.root / name
             if path.suffix in _TABLES:
@@ -119,7 +119,7 @@ class TextSource:
             tally.undecodable += undecodable
 
     def lines(self) -> Iterator[tuple[str, bytes]]:
-        """All lines that are not blank, and all rows as such lines, each with its place, for messages."""
+        """Yields all lines that are not blank, and all rows as such lines, each with its place for messages."""
         for name in self.files:
             if Path(name).suffix in _TABLES:
                 for number, row in enumerate(_rows(self.root / name, CHAT_COLUMNS), 1):
@@ -135,11 +135,12 @@ class TextSource:
                         yield f"{self.place or f'{self.root / name}:'}{number}", line
 
     def stat_fingerprint(self) -> str:
-        """xxh3-128 over names, sizes and times of modification: equal means unchanged, without reading."""
+        """Returns the xxh3-128 over names, sizes and modification times: if equal, files are unchanged. Reads no
+        file."""
         return self._fingerprint(lambda path: f"{path.stat().st_size} {path.stat().st_mtime_ns}")
 
     def content_fingerprint(self) -> str:
-        """xxh3-128 over names, sizes and hashes of the contents: reads every byte."""
+        """Returns the xxh3-128 over names, sizes and hashes of the contents. Reads every byte."""
         return self._fingerprint(lambda path: f"{path.stat().st_size} {describe_file(path).xxh3_128}")
 
     def _fingerprint(self, describe: Callable[[Path], str]) -> str:
@@ -150,8 +151,8 @@ class TextSource:
 
 
 def text_source(path: Path, field: str = "spec.data.text") -> TextSource:
-    """One file, or all files under a directory, of the kind that `field` is for. Raises UserError, of `field`, when
-    there is nothing to read."""
+    """Returns one file, or all files under a directory, of the kind that `field` is for. Raises UserError, which names
+    `field`, if there is nothing to read."""
     kind = field.rpartition(".")[2]
     what, suffixes = KINDS[kind]
     if not path.exists():
@@ -195,17 +196,18 @@ def python_stdlib() -> TextSource:
 
 
 def entry_point(name: str) -> TextSource:
-    """What a function returns (corpus/documents.py)."""
+    """The documents that a function returns (corpus/documents.py)."""
     return TextSource(name, ("--entrypoint", name), Path(), ())
 
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
-    """Names of the files under `root`, sorted; hidden directories and links that lead out of `root` are left out."""
+    """Yields the names of the files under `root`, sorted. Leaves out hidden directories, those of `left_out`, and links
+    that lead out of `root`."""
     for directory, subdirectories, files in os.walk(root, onerror=_refuse_unreadable):
         subdirectories[:] = sorted(name for name in subdirectories if name not in left_out and name[0] != ".")
         for name in sorted(files):
             path = Path(directory, name)
-            # In this order: only `is_file` says without raising that links in a circle lead nowhere.
+            # `is_file` comes first: unlike `resolve`, it does not raise for links in a circle.
             if path.is_file() and path.resolve().is_relative_to(root):
                 yield str(path.relative_to(root))
 
@@ -217,7 +219,7 @@ def _refuse_unreadable(error: OSError) -> None:
 
 
 def _missing_parts(files: Sequence[str]) -> Iterator[str]:
-    """Of files named NAME-00001-of-00003.SUFFIX, those that are not there."""
+    """Yields the missing ones of files that are named NAME-00001-of-00003.SUFFIX."""
     there = set(files)
     parts = {(found[1], found[3], found[4]) for name in files if (found := _PART.fullmatch(name))}
     for name, number, suffix in sorted(parts):
@@ -226,7 +228,7 @@ def _missing_parts(files: Sequence[str]) -> Iterator[str]:
 
 
 def _as_text(value: object) -> str:
-    """What a table may hold next to the text, and JSON cannot."""
+    """Converts values that a table may hold beside the text and JSON cannot."""
     if isinstance(value, date | time | timedelta | Decimal):
         return str(value)
     raise TypeError(f"has a value of type {type(value).__name__}")
@@ -248,7 +250,8 @@ def _pieces_of(path: Path) -> Iterator[TextPiece]:
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
-    """The rows of a table, with those of `columns` that it has. Raises UserError where it has none, or is damaged."""
+    """Yields the rows of a table, with those of `columns` that it has. Raises UserError if it has none of them, or is
+    damaged."""
     need("tables")
     import pyarrow  # noqa: PLC0415 - for those who have such files
     import pyarrow.parquet  # noqa: PLC0415
@@ -275,7 +278,8 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, object]]:
 
 
 def _batches_of_arrow(file: Any) -> Any:
-    """Of both formats: the one that is written as a stream, and the one with an index at its end."""
+    """Returns the batches of either format: the one that is written as a stream, or the one with an index at its
+    end."""
     import pyarrow  # noqa: PLC0415 - as above
 
     if file.peek(len(_ARROW_FILE))[: len(_ARROW_FILE)] != _ARROW_FILE:
@@ -310,12 +314,13 @@ def _text_of(line: str) -> str:
     except (ValueError, RecursionError):
         return ""
     text = document.get("text") if isinstance(document, dict) else None
-    # JSON can spell lone surrogates, which have no UTF-8.
+    # JSON can express lone surrogates, which UTF-8 cannot.
     return text.encode(errors="replace").decode() if isinstance(text, str) else ""
 
 
 def directory_of(location: Location, claims: Mapping[str, str | Path], field: str) -> Path:
-    """The directory (or file) of a location as this process sees it. Raises UserError for a claim that is not there."""
+    """Returns the directory (or file) of a location as this process sees it. Raises UserError for a claim that is not
+    mounted."""
     if location.path is not None:
         return Path(location.path)
     assert location.claim is not None

@@ -1,6 +1,6 @@
 """Tokenizes text: source files -> tokenizer -> packed memory-mapped shards, built once per run.
 
-The tokenizer is byte-level BPE trained on the text, or the one that a model to start from brings with it.
+The tokenizer is byte-level BPE trained on the text, or that of the model from which training starts.
 
 docs/data.md describes the files. Torch-free. The build runs in a child process (`prepare_corpus`), because training a
 tokenizer takes hundreds of megabytes and starts threads, and the trainer has a memory budget and may fork.
@@ -45,22 +45,22 @@ from .text_source import KINDS, PYTHON_STDLIB, Tally, TextPiece, TextSource, ent
 
 END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
 END_OF_TEXT_ID = 0
-"""In Spillway's tokenizers special tokens come first."""
+"""Special tokens come first in the tokenizers that Spillway trains."""
 MINIMUM_VOCAB_SIZE = 257
-"""Every byte and the end of text."""
+"""One token for every byte, and the end of text."""
 SAMPLE_BYTES = 32 * MIB
-"""Most text that a tokenizer is trained on, sampled evenly from the whole corpus."""
+"""Most bytes of text that a tokenizer is trained on, sampled evenly from the whole corpus."""
 SHARD_TOKENS = 16 * 2**20
 UINT16_VOCAB_SIZE = 2**16
 INDEX_VERSION = 1
 CHAT_INDEX_VERSION = 2
-"""With masks and documents."""
+"""Version of an index with masks and documents."""
 
 _DISK_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NOT_WRITTEN = 65
 """Exit code of a build that the disk stopped; every other user error is ExitCode.USER_ERROR."""
 _BATCH_CHARACTERS = 4 * 2**20
-"""Text encoded at once; bounds the memory of the build."""
+"""Characters encoded at once; bounds the memory of the build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class TokenizerRecipe:
     """Where the tokenizer comes from: trained on the text, or given."""
 
     has_mask: bool = False
-    """Whether a trained tokenizer gets a mask token, for a model that learns from hidden tokens."""
+    """Whether a trained tokenizer gets a mask token, for a model that learns to predict hidden tokens."""
     model_directory: Path | None = None
     """A Hugging Face directory whose tokenizer.json is used unchanged; None: train one."""
 
     @property
     def options(self) -> list[str]:
-        """For `python -m spillway_trainer.corpus.tokens`."""
+        """Options for `python -m spillway_trainer.corpus.tokens`."""
         given = [] if self.model_directory is None else ["--tokenizer", str(self.model_directory)]
         return given or ["--mask"] * self.has_mask
 
@@ -83,7 +83,7 @@ TRAINED = TokenizerRecipe()
 
 
 class CorpusNotWritten(UserError):
-    """The disk has no room for the corpus, or takes nothing at all."""
+    """The disk has no room for the corpus, or takes no data at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class CorpusIndex:
     num_tokens: int
     num_documents: int
     vocab_size: int
-    """Size of the tokenizer: every token is smaller."""
+    """Size of the tokenizer's vocabulary: every token is smaller."""
     end_of_text: int
     dtype: str
     """numpy's name of the little-endian integer: <u2 or <u4."""
@@ -105,13 +105,14 @@ class CorpusIndex:
     stat_xxh3: str
     content_xxh3: str
     mask: int | None = None
-    """Token that hides another one; None: the tokenizer has none."""
+    """Token that hides another one; None if the tokenizer has none."""
     masks: tuple[FileEntry, ...] = ()
-    """Of chats, for each shard: a bit a token, set where it is a label."""
+    """For chats, one file per shard: one bit per token, set if the token is a label."""
     documents: FileEntry | None = None
-    """Of chats, two little-endian int64 a document: its end in the corpus, and the number of its first label."""
+    """For chats, two little-endian int64 per document: its end in the corpus, and the index of its first label within
+    the document."""
     chat_xxh3: str = ""
-    """Of chats: ChatTemplate.fingerprint."""
+    """For chats: ChatTemplate.fingerprint."""
 
     def to_bytes(self) -> bytes:
         fields = {"version": CHAT_INDEX_VERSION if self.documents else INDEX_VERSION, **asdict(self)}
@@ -132,7 +133,7 @@ class CorpusIndex:
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """All but the tokenizer."""
+        """All files but the tokenizer's and the index itself."""
         return (*self.shards, *self.masks, *((self.documents,) if self.documents else ()))
 
 
@@ -140,13 +141,14 @@ _OF_CHATS = ("masks", "documents", "chat_xxh3")
 
 
 class Corpus:
-    """Packed tokens, memory-mapped. Documents follow one another, each of text ended by `index.end_of_text`."""
+    """Packed tokens, memory-mapped. Documents follow one another; each document of text ends with
+    `index.end_of_text`."""
 
     def __init__(self, directory: Path, index: CorpusIndex) -> None:
         self.directory = directory
         self.index = index
         self.evaluation: Corpus | None = None
-        """Separate text to evaluate on, in tokens of the same tokenizer."""
+        """Corpus of a separate text to evaluate on, made with the same tokenizer."""
         self._shards: list[npt.NDArray[Any]] = [
             np.memmap(directory / entry.name, dtype=index.dtype, mode="r") for entry in index.shards
         ]
@@ -158,7 +160,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """xxh3-128 over the hashes of all shards: equal means the same tokens, documents and labels."""
+        """xxh3-128 over the hashes of all `index.files`: equal means the same tokens, documents and labels."""
         return xxhash.xxh3_128_hexdigest(" ".join(entry.xxh3_128 for entry in self.index.files).encode())
 
     @property
@@ -167,29 +169,31 @@ class Corpus:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """As tokenizer_config.json spells them: eos_token and, where there is one, mask_token."""
+        """The special tokens by their names in tokenizer_config.json: eos_token and, if there is one, mask_token."""
         tokenizer = Tokenizer.from_file(str(self.tokenizer_path))
         numbers = {"eos_token": self.index.end_of_text, "mask_token": self.index.mask}
         return {name: str(tokenizer.id_to_token(number)) for name, number in numbers.items() if number is not None}
 
     @property
     def documents(self) -> npt.NDArray[np.int64]:
-        """Of chats, a row a document: its end in the corpus, and the number of its first label."""
+        """For chats, one row per document: its end in the corpus, and the index of its first label within the
+        document."""
         assert self.index.documents is not None
         made = np.memmap(self.directory / self.index.documents.name, dtype="<i8", mode="r")
         return made.reshape(-1, 2)
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens start .. stop-1 of the corpus as a new array; stop is limited to the end of the corpus.
+        """Returns tokens start .. stop-1 of the corpus as a new array; stop is limited to the end of the corpus.
 
-        A shard is hashed before its first use: all of them at the start would keep a large corpus waiting. Raises
-        UserError when one is not as it was built.
+        A shard is hashed before its first use: hashing all shards at the start would delay a run with a large corpus.
+        Raises UserError if a shard is not as it was built.
         """
         parts = [self._shards[shard][first:last] for shard, first, last in self._checked_shards(start, stop)]
         return np.concatenate(parts).astype(np.int64)
 
     def is_label(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Of chats: for each of tokens start .. stop-1 whether the loss counts it. Like `tokens`."""
+        """For chats: returns for each of tokens start .. stop-1 whether the loss counts it. Checks shards as `tokens`
+        does."""
         parts = [
             np.unpackbits(self._masks[shard][first // 8 : -(-last // 8)])[first % 8 :][: last - first]
             for shard, first, last in self._checked_shards(start, stop)
@@ -197,7 +201,8 @@ class Corpus:
         return np.concatenate([np.empty(0, np.uint8), *parts]).astype(np.bool_)
 
     def _checked_shards(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Each shard with some of tokens start .. stop-1, and which of its own tokens they are."""
+        """Yields each shard that holds some of tokens start .. stop-1, after checking it, and where in it they begin
+        and end."""
         stop, size = min(stop, self.index.num_tokens), self.index.shard_tokens
         while start < stop:
             shard, first = divmod(start, size)
@@ -219,8 +224,8 @@ def prepare_corpus(
     recipe: TokenizerRecipe = TRAINED,
     evaluation: TextSource | None = None,
 ) -> Corpus:
-    """Open the corpus in `directory`, building it in a child process when there is none yet. That of the `evaluation`
-    text is another one below it, in tokens of the same tokenizer.
+    """Open the corpus in `directory`, after building it in a child process if there is none yet. The corpus of the
+    `evaluation` text is in a subdirectory, made with the same tokenizer.
 
     `vocab_size` is the model's. `report` gets a line for everything that was bounded, replaced or skipped.
     """
@@ -241,12 +246,13 @@ def prepare_corpus(
 
 
 def has_corpus(directory: Path) -> bool:
-    """Whether there is one, intact or not: a directory that contains anything is never overwritten."""
+    """Whether there is a corpus, intact or not: a directory that contains anything is never overwritten."""
     return directory.exists() and any(directory.iterdir())
 
 
 def open_corpus(directory: Path, source: TextSource, vocab_size: int, recipe: TokenizerRecipe = TRAINED) -> Corpus:
-    """Open a corpus that was built before. Raises UserError unless it is intact and of this source and model."""
+    """Open a corpus that was built before. Raises UserError unless it is intact and was made from this source for this
+    model."""
     try:
         index = CorpusIndex.from_bytes((directory / "index.json").read_bytes())
     except (OSError, Unsealed) as error:
@@ -295,7 +301,7 @@ def build_corpus(
     """Train a tokenizer, or take the given one, and encode the source, in a `temporary` sibling that is renamed to
     `directory` when complete.
 
-    When another process was faster (that of a killed attempt may still be at it), its corpus stays and this one is
+    If another process was faster (the one of a killed attempt may still be running), its corpus stays and this one is
     dropped.
     """
     files = files or DurableFiles()
@@ -326,7 +332,7 @@ def build_corpus(
             _move_into_place(temporary, directory, files)
     except OSError as error:
         if (directory / "index.json").exists():
-            return  # whoever was faster removed our files, too
+            return  # the faster process removed our files, too
         kind = CorpusNotWritten if error.errno in _DISK_REFUSED else UserError
         raise kind(
             f"{directory}: corpus not built: {error.strerror or error} ({error.filename or temporary}); "
@@ -342,13 +348,13 @@ def _temporary_sibling(directory: Path) -> Path:
 class ChosenTokenizer:
     tokenizer: Tokenizer
     file: bytes
-    """tokenizer.json."""
+    """Content of tokenizer.json."""
     end_of_text: int
     mask: int | None
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token; numbers may be left out."""
+        """One more than the largest token; some numbers below may be unused."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -362,7 +368,8 @@ def _fill(
     files: DurableFiles,
     shard_tokens: int,
 ) -> None:
-    """`template`: of chats. `read`: `source`, or what an entry point's documents were written to."""
+    """Writes all files of the corpus into `directory`. `template`: given for chats. `read`: `source`, or the file that
+    an entry point's documents were written to."""
     tokenizer_entry = files.write(directory / "tokenizer.json", [memoryview(chosen.file)])
     dtype = "<u2" if chosen.vocab_size <= UINT16_VOCAB_SIZE else "<u4"
     tally = Tally()
@@ -417,7 +424,7 @@ def _move_into_place(temporary: Path, directory: Path, files: DurableFiles) -> N
     if not (directory / "index.json").exists():
         files.rename(temporary, directory)
         files.sync_directory(directory.parent)
-    # From here on every temporary sibling is of no use to anybody, also those of killed builds.
+    # From here on temporary siblings are of no use to any process, not even those of killed builds.
     for leftover in directory.parent.glob(f"{directory.name}.*.tmp"):
         files.remove_tree(leftover)
 
@@ -434,7 +441,8 @@ def chosen_tokenizer(
 
 
 def given_tokenizer(directory: Path) -> ChosenTokenizer:
-    """The tokenizer of a Hugging Face directory. Raises UserError when it has none, or none that ends a document."""
+    """Reads the tokenizer of a Hugging Face directory. Raises UserError if there is none, or if it has no token that
+    ends a document."""
     path = directory / "tokenizer.json"
     try:
         text = path.read_bytes()
@@ -472,7 +480,7 @@ def _first_known(tokenizer: Tokenizer, tokens: Sequence[str | None]) -> int | No
 def train_tokenizer(
     source: TextSource, vocab_size: int, report: Callable[[str], None], has_mask: bool = False
 ) -> Tokenizer:
-    """Byte-level BPE with at most `vocab_size` tokens, the same for the same text."""
+    """Trains a byte-level BPE tokenizer with at most `vocab_size` tokens, which is the same for the same text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -490,7 +498,7 @@ def train_tokenizer(
 
 
 def _told_sample(source: TextSource, report: Callable[[str], None]) -> Iterator[str]:
-    """`sample`, with progress. At its end the library chooses the tokens, without any progress."""
+    """Yields `sample` and reports progress. After its end, the library chooses the tokens and reports no progress."""
     told = ProgressPrinter(report, "tokenizer: reading text", source.nbytes)
     for text in sample(source):
         told.more(text)
@@ -499,7 +507,7 @@ def _told_sample(source: TextSource, report: Callable[[str], None]) -> Iterator[
 
 
 def sample(source: TextSource) -> Iterator[str]:
-    """Every piece of a small source; of a large one so many, evenly spread, that they make up SAMPLE_BYTES."""
+    """Yields every piece of a small source; of a large one, pieces of SAMPLE_BYTES in total, evenly spread."""
     total, seen, taken = source.nbytes, 0, 0
     for piece in source.pieces(Tally()):
         if total <= SAMPLE_BYTES or taken * total <= seen * SAMPLE_BYTES:
@@ -510,7 +518,7 @@ def sample(source: TextSource) -> Iterator[str]:
 
 @dataclass(slots=True)
 class ProgressPrinter:
-    """Says how much of a text is done: at first, and then now and then."""
+    """Reports how much of a text is done: at the beginning, and then every few seconds."""
 
     report: Callable[[str], None]
     doing: str
@@ -520,7 +528,7 @@ class ProgressPrinter:
     _said: float = -math.inf
 
     def more(self, text: Sized) -> None:
-        """`text`, or bytes, is about to be done."""
+        """Call this when `text`, or bytes, is about to be processed."""
         if self.clock() - self._said >= SAY_SECONDS:
             self._said = self.clock()
             done = min(self._done, self.num_bytes)
@@ -531,7 +539,7 @@ class ProgressPrinter:
 def _encoded(
     source: TextSource, chosen: ChosenTokenizer, dtype: str, tally: Tally, told: ProgressPrinter
 ) -> Iterator[npt.NDArray[Any]]:
-    """Tokens piece by piece, in order, an end of text after each document."""
+    """Yields the tokens piece by piece, in order, with an end of text after each document."""
     for batch in _batches(source, tally):
         for piece in batch:
             told.more(piece.text)
@@ -554,7 +562,7 @@ def _batches(source: TextSource, tally: Tally) -> Iterator[list[TextPiece]]:
 
 
 def _packed(arrays: Iterator[npt.NDArray[Any]], shard_tokens: int) -> Iterator[npt.NDArray[Any]]:
-    """The same tokens in arrays of exactly `shard_tokens`, but for the last."""
+    """Yields the same tokens in arrays of exactly `shard_tokens` tokens; only the last one may be shorter."""
     held: list[npt.NDArray[Any]] = []
     num_held = 0
     for array in arrays:
@@ -570,7 +578,8 @@ def _packed(arrays: Iterator[npt.NDArray[Any]], shard_tokens: int) -> Iterator[n
 
 
 def _check_files(directory: Path, index: CorpusIndex) -> None:
-    """Lengths of all files, content of tokenizer and documents; what is in a shard is checked when it is read."""
+    """Checks the lengths of all files and the content of tokenizer and documents. The content of a shard is checked
+    when it is read."""
     for entry in index.files:
         path = directory / entry.name
         found = path.stat().st_size if path.exists() else None
@@ -624,7 +633,7 @@ def _build_in_child(
                 os.killpg(child.pid, signal.SIGKILL)
 
         def end_what_is_left() -> None:
-            """What a user's function has started has the pipe, too."""
+            """Ends processes that the user's function started, once the child has ended: they inherited the pipe."""
             child.wait()
             end_all()
 
@@ -636,7 +645,7 @@ def _build_in_child(
         finally:
             end_all()
             ending.join()
-            with suppress(OSError):  # where it was killed itself
+            with suppress(OSError):  # exists only if the child was killed
                 DurableFiles().remove_tree(temporary)
         errors.seek(0)
         message = errors.read().strip()

@@ -1,11 +1,11 @@
 """torch.distributed.checkpoint: model and optimizer as `get_state_dict` names them (FSDP2, DDP, torchtitan).
 
-    .metadata       a pickle: for every key its type, size and chunks, and where in which file each chunk lies
+    .metadata       a pickle: type, size and chunks of every key, and the file and position of each chunk
     __R_N.distcp    the chunks, each a file of torch.save by itself
 
-The keys of a parameter X are "<model prefix>X" and "<optimizer prefix>state.X.{exp_avg,exp_avg_sq,step}"; the prefixes
-are the caller's ("model.", "optimizer.", "app.optim.", none). torch's own reader unpickles whatever `.metadata` and the
-chunks hold; here both are read as data.
+The keys of a parameter X are "<model prefix>X" and "<optimizer prefix>state.X.{exp_avg,exp_avg_sq,step}". The caller
+chooses the prefixes ("model.", "optimizer.", "app.optim.", none). torch's own reader unpickles whatever `.metadata` and
+the chunks hold; here, both are read as data.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _METADATA_CLASSES = (
 
 
 def _enum_member(owner: Any, name: str) -> Any:
-    """`getattr` as far as it is allowed: some Pythons (3.11.0 to 3.11.3 among them) pickle members of an enum by it."""
+    """`getattr` for what is allowed: some Pythons (3.11.0 to 3.11.3 among them) pickle members of an enum with it."""
     if owner is metadata._MEM_FORMAT_ENCODING and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r})")
@@ -83,7 +83,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Rebuilds the types in `_ALLOWED`, and rejects everything else before it exists."""
+    """Rebuilds the types in `_ALLOWED`, and rejects everything else before it is created."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
@@ -95,7 +95,7 @@ class _MetadataReader(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Where the states of a checkpoint are."""
+    """Under which keys the states of a checkpoint are stored."""
 
     model_prefix: str
     optimizer_prefix: str
@@ -107,7 +107,7 @@ class Keys:
 
 
 def read_distributed(directory: Path) -> Foreign:
-    """Raises UserError for a checkpoint that is incomplete, or holds something else than Adam's states."""
+    """Reads a checkpoint. Raises UserError if it is incomplete, or holds anything else than Adam's states."""
     described = _read_metadata(directory / METADATA)
     stored = _Stored(directory, described)
     keys = find_keys(stored.shapes, directory)
@@ -136,7 +136,7 @@ def _read_metadata(path: Path) -> metadata.Metadata:
 
 
 def find_keys(keys: Collection[str], directory: Path) -> Keys:
-    """Prefixes and names, from the keys alone. Raises UserError when there are none, or several of either prefix."""
+    """Finds prefixes and names from the keys alone. Raises UserError if there are none, or several of either prefix."""
     kinds: dict[tuple[str, str], set[str]] = defaultdict(set)
     for key in keys:
         if match := _STATE_KEY.fullmatch(key):
@@ -165,7 +165,7 @@ def find_keys(keys: Collection[str], directory: Path) -> Keys:
 
 
 def _model_prefix(keys: Collection[str], names: Sequence[str], optimizer_prefix: str, directory: Path) -> str:
-    """The prefix of every parameter's name in the weights."""
+    """Returns the prefix of every parameter's name among the weights. Raises UserError unless there is exactly one."""
     ends = (key.removesuffix(names[0]) for key in keys if key.endswith(names[0]))
     candidates = [end for end in ends if (not end or end.endswith(".")) and not end.endswith("state.")]
     fitting = sorted(end for end in candidates if all(f"{end}{name}" in keys for name in names))
@@ -179,7 +179,7 @@ def _model_prefix(keys: Collection[str], names: Sequence[str], optimizer_prefix:
 
 
 class _Stored:
-    """Values by key, put together from chunks."""
+    """Values by key, assembled from chunks."""
 
     def __init__(self, directory: Path, described: metadata.Metadata) -> None:
         self._directory = directory
@@ -195,7 +195,7 @@ class _Stored:
             }
 
     def tensor(self, key: str) -> Tensor:
-        """float32, whole. Raises UserError unless the chunks cover it exactly."""
+        """Returns the whole tensor in float32. Raises UserError unless the chunks cover it exactly."""
         entry = self._entries[key]
         what = f"{self._directory}: {key}"
         if not isinstance(entry, metadata.TensorStorageMetadata):
@@ -224,7 +224,7 @@ class _Stored:
         return whole_number(self._load(key, offset), f"{self._directory}: {key}")
 
     def betas(self, keys: Keys) -> tuple[float, float] | None:
-        """From the groups, which are numbered or one for every parameter."""
+        """Returns the betas of the groups, which are either numbered or one per parameter; None if there are none."""
         pattern = re.compile(re.escape(keys.optimizer_prefix) + r"param_groups\..+\.betas")
         found: dict[str, Any] = {}
         for key in filter(pattern.fullmatch, self._entries):
@@ -234,7 +234,8 @@ class _Stored:
         return the_one(found, f"{self._directory}: betas") if found else None
 
     def _checked_size(self, entry: metadata.TensorStorageMetadata, what: str) -> tuple[int, ...]:
-        """Chunks that neither overlap nor reach beyond, and hold as many values as the whole, cover it."""
+        """Returns the tensor's size. Raises UserError unless the chunks cover it: they must not overlap or reach beyond
+        it, and must hold as many values as it has."""
         size = tuple(entry.size)
         boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
         inside = all(
@@ -279,7 +280,8 @@ class _Stored:
 
 
 def _overlap(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Sorted by offset, so that for the usual split along one dimension only neighbours are compared."""
+    """Whether any two boxes overlap. Sorted by offset, so that for the usual split along one dimension only neighbours
+    are compared."""
     ordered = sorted(boxes)
     for index, (offsets, sizes) in enumerate(ordered):
         for other_offsets, other_sizes in ordered[index + 1 :]:
@@ -309,5 +311,5 @@ def write_distributed(
     model |= {alias: model[owner] for alias, owner in aliases.items()}
     content = {MODEL: model, OPTIMIZER: {"state": dict(moments)}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process only
+        warnings.simplefilter("ignore")  # it warns that there is only one process
         save(content, storage_writer=FileSystemWriter(directory), no_dist=True)

@@ -1,6 +1,6 @@
 """Exports a checkpoint's weights as a Hugging Face directory.
 
-A model gives config.json and model.safetensors, adapters give adapter_config.json and adapter_model.safetensors for
+A model becomes config.json and model.safetensors; adapters become adapter_config.json and adapter_model.safetensors for
 `PeftModel.from_pretrained`. One tensor is in memory at a time.
 """
 
@@ -33,7 +33,8 @@ _LLAMA_NAMES = {"head.norm.weight": "model.norm.weight", "head.lm_head.weight": 
 _PREFIX = "model."
 """Prefix of the parameters of a transformers model (models/huggingface.py)."""
 _PROJECTION_BIAS = ".decoder.bias"
-"""Of bert and its like, which also call it `.bias`; if parameters are tied, save_pretrained() writes only that one."""
+"""A bias of bert and similar models, which also call it `.bias`; if parameters are tied, save_pretrained() writes only
+that second name."""
 Pieces = Callable[[str, Tensor], Mapping[str, Tensor]]
 """Name and value of a parameter -> names and values in a file."""
 _BASE = "base"
@@ -41,18 +42,18 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 CARRIED = (
     _TOKENIZER_CONFIG, "chat_template.jinja", "generation_config.json", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
-"""Files of a source that training does not change."""
+"""Files of the source directory that training does not change."""
 _LORA_A, _LORA_B = ".lora_A.default", ".lora_B.default"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One safetensors file in the making."""
+    """One safetensors file that is to be written."""
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
     values: Callable[[], Iterable[Tensor]]
-    """In the order of `shapes`."""
+    """The values in the order of `shapes`."""
 
     def content(self, dtype: torch.dtype) -> Iterator[memoryview]:
         yield memoryview(safetensors_header({name: (dtype, shape) for name, shape in self.shapes.items()}))
@@ -84,12 +85,11 @@ def export(
     base: Path | None = None,
 ) -> list[str]:
     """Write weights, their description, tokenizer.json and tokenizer_config.json into the new directory `output`;
-    returns the names of the files of weights. `merge`: adapters are added to the weights of the model below them.
-    `base`: the directory that training started from, if it is not where it was; what it says of tokenizer, chat and
-    generation is kept.
+    returns the names of the weight files. `merge`: adapters are added to the weights of their base model. `base`: the
+    directory that training started from, if it was moved; its files about tokenizer, chat and generation are kept.
 
-    Raises CheckpointCorrupt when a byte of the checkpoint changed, UserError when `output` exists, `tokenizer` is not
-    the one that the model was trained with, or the model is none that other programs know.
+    Raises CheckpointCorrupt if a byte of the checkpoint has changed, and UserError if `output` exists, if `tokenizer`
+    is not the one that the model was trained with, or if other programs do not know the model.
     """
     if output.exists():
         raise UserError(f"{output}: already exists; name a new directory")
@@ -115,9 +115,10 @@ def export(
 
 
 def _source(model: Mapping[str, Any], base: Path | None) -> Path | None:
-    """The directory that the model started from; None: it is not here, or there was none.
+    """Returns the directory that the model started from; None if it is not here, or if there was none.
 
-    Raises UserError for a `base` with other weights."""
+    Raises UserError for a `base` with other weights.
+    """
     from ..models.source import open_model_directory  # noqa: PLC0415
 
     if "source" not in model:
@@ -159,7 +160,7 @@ def _exported(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) ->
 
 
 def _adapters(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) -> Exported:
-    """The adapters; and the model below them, where that came from the seed and is nowhere else."""
+    """Returns the adapters, and also their base model if that came from the seed and is stored nowhere else."""
     state = checkpoint.manifest.state
     adapters = _masters("adapter_model.safetensors", checkpoint, lambda name, value: {adapter_name(name): value})
     base = state.model.get("source") or str(output.resolve() / _BASE)
@@ -171,7 +172,8 @@ def _adapters(checkpoint: StoredCheckpoint, output: Path, dtype: ExportDtype) ->
 
 
 def _merged(checkpoint: StoredCheckpoint, source: Path | None, dtype: ExportDtype) -> Exported:
-    """The model below the adapters with their products added, in float32, as peft's merge_and_unload() does it."""
+    """Returns the base model with the products of the adapters added, in float32, as peft's merge_and_unload() does
+    it."""
     from ..models import families  # noqa: PLC0415 - imports transformers
     from ..models.source import open_model_directory  # noqa: PLC0415
 
@@ -223,7 +225,7 @@ def _base_model(state: TrainingState) -> WeightFile:
 
 
 def _masters(file: str, checkpoint: StoredCheckpoint, pieces: Pieces) -> WeightFile:
-    """The checkpoint's masters, file by file."""
+    """Returns a file of the checkpoint's masters, which are read file by file."""
     tensors = checkpoint.manifest.tensors
     masters = [name for name in tensors if name.startswith(_MASTER)]
 
@@ -242,7 +244,7 @@ def _weight_file(
     values: Callable[[], Iterable[tuple[str, Tensor]]],
     pieces: Pieces,
 ) -> WeightFile:
-    """`values` come in the order of `shapes`; `pieces` says what each of them is in the file."""
+    """`values` come in the order of `shapes`; `pieces` says what each of them becomes in the file."""
     stored = [pieces(name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
     return WeightFile(
         file,
@@ -252,12 +254,12 @@ def _weight_file(
 
 
 def _config(model: Mapping[str, Any], dtype: ExportDtype) -> dict[str, Any]:
-    """config.json of a model of transformers; the type is spelled for versions 4 and 5 both."""
+    """Returns config.json of a model of transformers; the type has the names of both version 4 and 5."""
     return {**model["config"], "architectures": [model["class"]], "dtype": dtype, "torch_dtype": dtype}
 
 
 def llama_config(state: TrainingState, dtype: ExportDtype) -> dict[str, Any]:
-    """config.json of LlamaForCausalLM; rope and dtype are spelled for transformers 4 and 5 both."""
+    """Returns config.json of LlamaForCausalLM; rope and dtype have the names of both transformers 4 and 5."""
     model = state.model
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -287,12 +289,12 @@ def llama_config(state: TrainingState, dtype: ExportDtype) -> dict[str, Any]:
 
 
 def llama_name(name: str) -> str:
-    """Our llama's parameter names are those of LlamaForCausalLM without its prefix, and a head of their own."""
+    """Returns the name in LlamaForCausalLM: it has a prefix that ours lacks, and other names for norm and head."""
     return _LLAMA_NAMES.get(name, f"model.{name}")
 
 
 def huggingface_names(config: Mapping[str, Any], name: str) -> list[str]:
-    """Both names of what has two, where nothing is tied: loaders would not take the one for the other."""
+    """Returns both names of a parameter that has two, if nothing is tied: loaders would not take one for the other."""
     stored = name.removeprefix(_PREFIX)
     if not stored.endswith(_PROJECTION_BIAS):
         return [stored]
@@ -301,7 +303,7 @@ def huggingface_names(config: Mapping[str, Any], name: str) -> list[str]:
 
 
 def huggingface_pieces(config: Mapping[str, Any]) -> Pieces:
-    """As save_pretrained() writes them."""
+    """Returns a function that gives the pieces as save_pretrained() writes them."""
     from ..models import families  # noqa: PLC0415 - imports transformers
 
     model = families.empty_model(families.config_from(config))
@@ -315,7 +317,7 @@ def huggingface_pieces(config: Mapping[str, Any]) -> Pieces:
 
 
 def adapter_name(name: str) -> str:
-    """As peft's save_pretrained(): the name of the adapter is left out."""
+    """Returns the name as in peft's save_pretrained(), without the name of the adapter."""
     return "base_model.model." + name.removeprefix(_PREFIX).replace(".default.", ".")
 
 
@@ -339,7 +341,8 @@ def _write_directory(
                 files.write(temporary / file.name, file.content(dtype))
             for name, text in texts.items():
                 files.write(temporary / name, [memoryview(text)])
-            files.sync_directory(temporary)
+            for directory in {*((temporary / file.name).parent for file in weights), temporary}:
+                files.sync_directory(directory)
             files.rename(temporary, output)
         files.sync_directory(output.parent)
     except OSError as error:

@@ -32,7 +32,7 @@ StepKind = Literal["tensor", "number"]
 
 @dataclass(frozen=True, slots=True)
 class ExportedStates:
-    """What was written, for the command to say."""
+    """What was written, for the command to report."""
 
     num_parameters: int
     num_steps: int
@@ -49,9 +49,9 @@ def export_states(
 ) -> ExportedStates:
     """Write masters, moments and step of one checkpoint into the new directory `output`; no bit changes.
 
-    `betas`: the job's, where they are known. `step_kind`: as the loading optimizer keeps its step. Raises
-    CheckpointCorrupt when a byte of the checkpoint changed, UserError when `output` exists, and for what the format
-    cannot say.
+    `betas`: the job's, if they are known. `step_kind`: how the loading optimizer keeps its step. Raises
+    CheckpointCorrupt if a byte of the checkpoint has changed, and UserError if `output` exists, or for what the format
+    cannot express.
     """
     if output.exists():
         raise UserError(f"{output}: already exists; name a new directory")
@@ -92,7 +92,8 @@ def export_states(
 
 
 def _parameters(checkpoint: StoredCheckpoint) -> list[str]:
-    """Raises UserError for the states of a rule that these formats have no place for."""
+    """Returns the names of all parameters. Raises UserError for states of an update rule that these formats cannot
+    hold."""
     kinds: dict[str, set[str]] = {}
     for full_name in checkpoint.manifest.tensors:
         kind, _, name = full_name.partition(".")
@@ -107,7 +108,8 @@ def _parameters(checkpoint: StoredCheckpoint) -> list[str]:
 
 
 def _check_powers(checkpoint: StoredCheckpoint, num_updates: int, betas: tuple[float, float] | None) -> None:
-    """A step count implies the bias correction only if every update had the same betas."""
+    """Raises UserError if the betas have changed: a step count implies the bias correction only if every update had the
+    same betas."""
     scalars = checkpoint.manifest.state.scalars
     if betas is None:
         return
@@ -122,7 +124,8 @@ def _check_powers(checkpoint: StoredCheckpoint, num_updates: int, betas: tuple[f
 
 
 def _values(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, name, value), file by file; moments widened to float32, which changes none, in their parameter's shape."""
+    """Yields (kind, name, value), file by file. Moments are widened to float32, which changes no value, and get their
+    parameter's shape."""
     tensors = checkpoint.manifest.tensors
     for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
         with safe_open(checkpoint.path / file_name, framework="pt") as opened:
@@ -133,7 +136,7 @@ def _values(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _aliases(checkpoint: StoredCheckpoint, names: Sequence[str]) -> Mapping[str, str]:
-    """Additional names in a model's state_dict() for tied parameters."""
+    """Returns additional names in a model's state_dict() for tied parameters: alias -> owner."""
     model = checkpoint.manifest.state.model
     naming = class_names(model)
     if "config" in model and "lora" not in model:

@@ -1,7 +1,7 @@
 """Reads checkpoints of other programs.
 
-Their files are pickles. Here `torch.load` rebuilds tensors, numbers, text and containers, and the few classes that
-DeepSpeed puts among them as empty stand-ins; a file with anything else is refused, and nothing in it is run.
+Their files are pickles. Here, `torch.load` rebuilds tensors, numbers, text and containers; the few classes that
+DeepSpeed adds become empty stand-ins. A file with anything else is refused, and nothing in it is run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spillway.errors import UserError
 from ..optimizer.plain import Hyperparameters, UpdateCount
 
 MASTER, EXP_AVG, EXP_AVG_SQ = KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""States of AdamW and Adam; the formats have no place for others."""
+"""States of AdamW and Adam; the formats cannot hold others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,22 @@ class Foreign:
 
     path: Path
     format: str
-    """As in messages: "DeepSpeed ZeRO-2"."""
+    """Name for messages, such as "DeepSpeed ZeRO-2"."""
     shapes: Mapping[str, tuple[int, ...] | None]
-    """Of the trained parameters; None: the format holds flat values, whose number is checked when they are read."""
+    """Shapes of the trained parameters; None: the format holds flat values, whose number is checked when they are
+    read."""
     num_steps: int
     """Steps of the run, including those that changed nothing."""
     num_updates: int
     """Updates counted by the optimizer, which correct the bias of its moments."""
     betas: tuple[float, float] | None
-    """None: not in the files"""
+    """None: not in the files."""
     read: Callable[[str, str], Tensor]
-    """(kind, name) -> float32 values in the shape of `shapes`, or flat. Raises UserError"""
+    """(kind, name) -> float32 values in the shape of `shapes`, or flat. Raises UserError."""
 
 
 class StandIn:
-    """In place of a DeepSpeed object: takes its fields, has no behaviour."""
+    """Takes the place of a DeepSpeed object: holds its fields, has no behaviour."""
 
     numel: int
     start: int
@@ -61,9 +62,10 @@ STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 def read_torch_file(path: Path) -> Any:
-    """What `torch.save` wrote. Every byte is compared with its checksum; tensors stay in the file until they are used.
+    """Returns what `torch.save` wrote. Every byte is compared with its checksum; tensors stay in the file until they
+    are used.
 
-    Raises UserError: no such file, cut off, changed, or with objects that are no data.
+    Raises UserError if the file is missing, cut off or changed, or holds objects that are not data.
     """
     with readable(path):
         _check_archive(path)
@@ -72,7 +74,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def read_torch_stream(stream: IO[bytes], path: Path) -> Any:
-    """As `read_torch_file`, of bytes that came out of `path`."""
+    """Like `read_torch_file`, but for bytes that were read from `path`."""
     with readable(path):
         _check_archive(stream)
         stream.seek(0)
@@ -90,7 +92,7 @@ def _check_archive(file: Path | IO[bytes]) -> None:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turns any error that a foreign file causes in its readers into a UserError that names the file."""
+    """Turns any error that reading a foreign file raises into a UserError that names the file."""
     try:
         yield
     except UserError:
@@ -118,7 +120,7 @@ def _first_lines(text: str) -> str:
 
 @contextmanager
 def laid_out(path: Path, program: str) -> Iterator[None]:
-    """A field that is missing, or of another type, becomes a UserError: `path` was not written by `program`."""
+    """Turns a field that is missing or of another type into a UserError: `path` was not written by `program`."""
     try:
         yield
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -129,7 +131,8 @@ def laid_out(path: Path, program: str) -> Iterator[None]:
 
 
 def float32_values(value: object, what: str) -> Tensor:
-    """Raises UserError unless `value` is a dense float32 tensor: states are copied bit by bit, never converted."""
+    """Returns `value`. Raises UserError unless it is a dense float32 tensor: states are copied bit by bit, never
+    converted."""
     if not isinstance(value, Tensor):
         raise UserError(
             f"{what}: expected a tensor, found {type(value).__name__}; save the checkpoint again with a tensor here"
@@ -141,7 +144,7 @@ def float32_values(value: object, what: str) -> Tensor:
 
 
 def whole_number(value: object, what: str) -> int:
-    """A step, which programs keep as an integer, a float or a tensor of one element. Raises UserError."""
+    """Returns a step, which programs store as an integer, a float or a tensor of one element. Raises UserError."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number) or number < 0:
         raise UserError(
@@ -151,7 +154,7 @@ def whole_number(value: object, what: str) -> int:
 
 
 def the_one(values: Mapping[str, Any], what: str) -> Any:
-    """The value that all have. Raises UserError naming two that differ, or when there is none."""
+    """Returns the value that all have. Raises UserError that names two that differ, or if there is none."""
     if not values:
         raise UserError(f"{what}: no value found; copy the checkpoint again")
     first, *others = values.items()
@@ -165,7 +168,7 @@ def the_one(values: Mapping[str, Any], what: str) -> Any:
 
 
 def betas_of(groups: Sequence[Mapping[str, Any]], path: Path) -> tuple[float, float] | None:
-    """Of the optimizer's groups of parameters, which must agree; None when they say nothing."""
+    """Returns the betas of the optimizer's groups of parameters, which must agree; None if no group has them."""
     with laid_out(path, "torch.optim"):
         found = {f"group {i}": tuple(group["betas"]) for i, group in enumerate(groups) if "betas" in group}
         if not found:
@@ -175,7 +178,8 @@ def betas_of(groups: Sequence[Mapping[str, Any]], path: Path) -> tuple[float, fl
 
 
 def powers_after(settings: Hyperparameters, num_updates: int) -> dict[str, float]:
-    """The optimizer's scalars after so many updates: powers by repeated fp64 product, as every update makes them."""
+    """Returns the optimizer's scalars after so many updates: powers by repeated fp64 products, as every update makes
+    them."""
     count = UpdateCount(settings)
     for _ in range(num_updates):
         count.advance()

@@ -1,7 +1,7 @@
 """Imports a foreign checkpoint as the first checkpoint of a run.
 
-What the foreign files do not say is the job's: tokens and their order, the seed, the schedule. The position in the data
-is that of a run which trained as many steps of this job.
+What the foreign files do not contain comes from the job: tokens and their order, the seed, the schedule. The position
+in the data is that of a run that has trained as many steps of this job.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LATEST = "latest"
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What became of a foreign checkpoint, for the command to say."""
+    """The result of an import, for the command to report."""
 
     checkpoint: StoredCheckpoint
     foreign: Foreign
@@ -45,9 +45,9 @@ class Imported:
 
 
 def open_foreign(path: Path) -> Foreign:
-    """The checkpoint in `path`, whichever program wrote it; of several tags the one that `latest` names.
+    """Opens the checkpoint in `path`, whichever program wrote it; of several tags, the one that `latest` names.
 
-    Raises UserError when it is none that is known, or damaged.
+    Raises UserError if its format is not known, or if it is damaged.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such directory; name the directory of a checkpoint")
@@ -80,7 +80,7 @@ def _tag(path: Path) -> Path:
 def import_into(job: JobFile, foreign: Foreign, say: Callable[[str], None]) -> Imported:
     """Commit the first checkpoint of `job`, whose checkpoint directory must not exist. Builds the corpus.
 
-    Raises UserError before anything is written when names, shapes or betas are not the job's.
+    Raises UserError before anything is written if names, shapes or betas are not the job's.
     """
     _check_rule(job)
     _check_steps(job, foreign)
@@ -102,7 +102,7 @@ def import_into(job: JobFile, foreign: Foreign, say: Callable[[str], None]) -> I
 
 
 def _kept(value: Tensor, kind: str, settings: Hyperparameters) -> Tensor:
-    """As the run keeps it: rounded or quantized where moments have fewer bytes."""
+    """Returns `value` as the run keeps it: rounded or quantized if moments have fewer bytes."""
     return in_dtype(value, settings.state_dtype(kind), kind)
 
 
@@ -130,7 +130,7 @@ def _check_steps(job: JobFile, foreign: Foreign) -> None:
 
 
 def _check_betas(foreign: Foreign, betas: tuple[float, float]) -> None:
-    """Moments are corrected by powers of the betas that made them."""
+    """Raises UserError for other betas, because moments are corrected by powers of the betas that made them."""
     if foreign.betas is not None and foreign.betas != betas:
         raise UserError(
             f"{foreign.path}: the checkpoint's moments were computed with betas {foreign.betas}, but spec.training."

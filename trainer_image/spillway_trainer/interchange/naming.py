@@ -18,12 +18,13 @@ Naming = Callable[[str], Sequence[str]]
 
 
 def own_names(name: str) -> Sequence[str]:
-    """A model that Spillway built from an entry point has one set of names."""
+    """A model that Spillway built from an entry point has only one set of names."""
     return [name]
 
 
 def class_names(model: Mapping[str, Any]) -> Naming:
-    """Names in the class of transformers, or under peft, that a checkpoint's `model` describes (Chain.description)."""
+    """Returns the names in the class of transformers, or under peft, that a checkpoint's `model` describes
+    (Chain.description)."""
     if "lora" in model:
         return lambda name: ["base_model.model." + name.removeprefix(_PREFIX)]
     if "config" in model:
@@ -34,10 +35,10 @@ def class_names(model: Mapping[str, Any]) -> Naming:
 
 
 def matched(foreign: Foreign, shapes: Mapping[str, tuple[int, ...]], naming: Naming) -> dict[str, str]:
-    """Our name -> the name in `foreign`, of every trained parameter of the job (`shapes`).
+    """Returns our name -> the name in `foreign`, of every trained parameter of the job (`shapes`).
 
-    All names are the class's, or all are ours. Raises UserError with the first differences: absent on one side, or of
-    another shape.
+    Either all names are the class's, or all are ours. Raises UserError with the first differences: parameters that one
+    side lacks, or that have another shape.
     """
     attempts = [_pairs(foreign, shapes, names) for names in (naming, own_names)]
     found = max(attempts, key=len)

@@ -2,14 +2,14 @@
 
     latest_universal                                     the tag
     TAG/zero/PARAMETER/{fp32,exp_avg,exp_avg_sq,step}.pt  whole tensors
-    TAG/zero/optimizer_state.pt                          what is not of one parameter
+    TAG/zero/optimizer_state.pt                          what does not belong to one parameter
     TAG/mp_rank_00_model_states.pt                       stages 1, 2: steps of the run
     TAG/zero_pp_rank_0_mp_rank_00_model_states.pt        stage 3: the same
 
-What DeepSpeed finds in `optimizer_state.pt` it puts in place of what the loading run is configured with, and what it
-does not find it leaves. So only the states are written: `clip_grad`, which stages 1 and 2 would take over, and learning
-rate, betas and weight decay of the groups stay the run's own. One entry in `param_groups` is needed for every group of
-the loading optimizer, because groups beyond them would be passed over: as many as there are parameters always suffice.
+What DeepSpeed finds in `optimizer_state.pt` replaces the configuration of the loading run; what it does not find there
+stays. So only the states are written: `clip_grad`, which stages 1 and 2 would take over, and learning rate, betas and
+weight decay of the groups stay the run's own. `param_groups` needs an entry for every group of the loading optimizer,
+because further groups would be skipped; as many entries as there are parameters always suffice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .foreign import (
 
 PROGRAM = "DeepSpeed's ds_to_universal"
 DEEPSPEED_VERSION = "0.19.8"
-"""Version whose format is written; loaders require one."""
+"""Version of the format that is written; loaders require that a version is given."""
 STATES = "zero"
 _FILES = {MASTER: "fp32.pt", EXP_AVG: "exp_avg.pt", EXP_AVG_SQ: "exp_avg_sq.pt"}
 _COMMON, _STEP = "optimizer_state.pt", "step.pt"
@@ -49,7 +49,7 @@ LATEST = "latest_universal"
 
 
 def read_universal(directory: Path) -> Foreign:
-    """The checkpoint of one tag. Raises UserError."""
+    """Reads the checkpoint of one tag. Raises UserError."""
     states = directory / STATES
     common = read_torch_file(states / _COMMON)
     folders = {path.name: path for path in sorted(states.iterdir()) if (path / _FILES[EXP_AVG]).exists()}
@@ -111,7 +111,8 @@ def write_universal(
     num_samples: int,
     step: Tensor | int,
 ) -> None:
-    """Fill the new directory of one tag. `states`: (kind, name, value), the kinds of a name one after the other."""
+    """Fills the new directory of one tag. `states`: (kind, name, value), where the kinds of a name follow one
+    another."""
     (directory / STATES).mkdir()
     common = {
         "ds_version": DEEPSPEED_VERSION,

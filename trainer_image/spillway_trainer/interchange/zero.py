@@ -48,22 +48,22 @@ class RankGroup:
     """One rank's part of one flat group."""
 
     states: Mapping[str, Tensor]
-    """Flat float32 by kind, all of one length."""
+    """Flat float32 tensors by kind, all of one length."""
     num_updates: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """Where a parameter is in the flat groups."""
+    """Where a parameter lies in the flat groups."""
 
     group: int
     start: int
-    """Stages 1, 2: in the whole group; stage 3: in every rank's shard."""
+    """In stages 1 and 2, offset in the whole group; in stage 3, offset in every rank's part."""
     shape: tuple[int, ...]
 
 
 def read_zero(directory: Path) -> Foreign:
-    """The checkpoint of one tag. Raises UserError."""
+    """Reads the checkpoint of one tag. Raises UserError."""
     for pattern, what in _UNSUPPORTED.items():
         if any(directory.glob(pattern)):
             raise UserError(
@@ -101,7 +101,7 @@ def read_zero(directory: Path) -> Foreign:
 
 
 def _optimizer_files(directory: Path) -> list[Path]:
-    """By rank. Raises UserError when one is missing, or for model parallelism."""
+    """Returns the files by rank. Raises UserError if one is missing, or if the run was model-parallel."""
     found: dict[int, Path] = {}
     for path in sorted(directory.glob(OPTIMIZER_FILES)):
         match = _OPTIMIZER_FILE.fullmatch(path.name)
@@ -149,7 +149,8 @@ def _check_partition_count(rank: Mapping[str, Any], path: Path, num_files: int) 
 
 
 def _optimizer_state(rank: Mapping[str, Any], stage: int, path: Path) -> Mapping[str, Any]:
-    """The state of the optimizer inside ZeRO's: "state" by number and "param_groups"; an elastic one has a list."""
+    """Returns the state of the optimizer inside ZeRO's: "state" by number, and "param_groups", which an elastic
+    checkpoint lacks because its state is a list."""
     with laid_out(path, PROGRAM):
         key = "optimizer_state_dict" if stage == _WEIGHTS_STAGE else "base_optimizer_state"
         inner = rank["optimizer_state_dict"][key]
@@ -179,7 +180,7 @@ def _groups_of(rank: Mapping[str, Any], stage: int, path: Path) -> list[RankGrou
 
 
 def _rank_group(index: int, master: object, inner: Mapping[str, Any], stage: int, path: Path) -> RankGroup:
-    """Moments of stages 1 and 2 may have the padding at their end that the masters were saved without."""
+    """Moments of stages 1 and 2 may end with padding that the masters were saved without; it is cut off."""
     groups = inner.get("param_groups", [])
     by_group = stage != _WEIGHTS_STAGE and groups
     state = inner["state"][groups[index]["params"][0] if by_group else index]
@@ -210,7 +211,8 @@ def _places(
     rank: Mapping[str, Any],
     directory: Path,
 ) -> dict[str, GroupPlace]:
-    """Raises UserError unless the shapes use up the flat values, but for the padding at the end."""
+    """Returns where each parameter lies. Raises UserError unless the shapes use up the flat values, except for padding
+    at the end."""
     places: dict[str, GroupPlace] = {}
     paddings = rank["optimizer_state_dict"].get("param_alignment_paddings")
     for index, group in enumerate(shapes):
@@ -228,7 +230,7 @@ def _places(
                     start += int(paddings[index][position])
         lengths = [of_rank[index].states[MASTER].numel() for of_rank in groups]
         available = min(lengths) if stage == _WEIGHTS_STAGE else sum(lengths)
-        # Stages 1 and 2 once padded to a multiple of twice the ranks, and saved the padding.
+        # Stages 1 and 2 once padded to a multiple of twice the number of ranks, and saved the padding.
         if start > available or available - start >= 2 * len(groups):
             raise UserError(
                 f"{directory}: the saved parameter group {index} has {available} values, but the shapes of its "
@@ -238,7 +240,7 @@ def _places(
 
 
 def _extent(num_values: int, stage: int, num_ranks: int) -> int:
-    """Values between a parameter and the next: in the whole group, or in a rank's part."""
+    """Returns the number of values from a parameter to the next: in the whole group, or in a rank's part."""
     return math.ceil(num_values / num_ranks) if stage == _WEIGHTS_STAGE else num_values
 
 
@@ -259,7 +261,7 @@ def _reader(
 
 
 def gathered(parts: Sequence[Tensor], start: int, count: int) -> Tensor:
-    """`count` values from `start` of the parts laid end to end; nothing else is copied."""
+    """Returns `count` values from `start` of the parts laid end to end; copies nothing else."""
     pieces, begin = [], 0
     for part in parts:
         low, high = max(start, begin), min(start + count, begin + part.numel())

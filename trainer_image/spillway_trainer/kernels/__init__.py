@@ -1,1 +1,1 @@
-"""Updates, norms, copies, encryption and I/O: native, Triton, and the reference that both must equal."""
+"""Updates, norms, copies, encryption and I/O: native, in Triton, and as a reference that both must equal."""

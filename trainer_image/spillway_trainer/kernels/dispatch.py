@@ -1,5 +1,5 @@
-"""Dispatches kernels by device, with the same bits on each: on a CPU the native library if it was built, else the
-reference; on a CUDA device Triton's, on the current stream, which return before they are done."""
+"""Dispatches kernels by device, with the same bits on each. On a CPU they run in the native library if it was built,
+else in the reference. On a CUDA device they run in Triton, on the current stream, and return before they are done."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def update(
     after: Sequence[Tensor] | None = None,
     num_threads: int = 1,
 ) -> None:
-    """One update: see reference.update, which ignores `num_threads`: torch has its own. `after`, out of place: natively
-    each state is read once and written once. On a device it is in place alone."""
+    """One update: see reference.update, which takes no `num_threads`, because torch sets its own. With `after` (out of
+    place) the native library reads each state once and writes it once. On a device an update can only be in place."""
     if master.is_cuda:
         assert after is None, "what is updated ahead of the step is updated by the CPU"
         triton_kernels().update(scalars, master, moments, gradient, out)
@@ -66,8 +66,8 @@ def update_split(
     gradient: Tensor,
     weights: Tensor,
 ) -> None:
-    """One update of masters that are split into bfloat16 `weights` and their `rest` (master_halves.py), which become
-    those of the new ones: on a CPU by `arithmetic`, an `update`; on a device in one pass."""
+    """One update of masters that are split into bfloat16 `weights` and their `rest` (master_halves.py); both become
+    those of the new masters. On a CPU `arithmetic` (an `update`) computes it; a device does it in one pass."""
     if rest.is_cuda:
         triton_kernels().update_split(scalars, rest, moments, gradient, weights)
     else:
@@ -85,12 +85,12 @@ def accumulate(accumulator: Tensor, gradient: Tensor, first: bool, *, num_thread
 
 
 def square_sum(values: Tensor, *, num_threads: int = 1) -> SquareSum:
-    """The exact sum of squares: see reference.SquareSum."""
+    """Returns the exact sum of squares: see reference.SquareSum."""
     return finish_square_sums([begin_square_sum(values, num_threads=num_threads)])
 
 
 def begin_square_sum(values: Tensor, *, num_threads: int = 1) -> BegunSum:
-    """`square_sum`; on a device it is complete once the stream is, and `finish_square_sums` reads it."""
+    """Starts `square_sum`. On a device the result is complete once the stream is, and `finish_square_sums` reads it."""
     if values.is_cuda:
         words: Tensor = triton_kernels().square_sum(values)
         return words
@@ -100,19 +100,19 @@ def begin_square_sum(values: Tensor, *, num_threads: int = 1) -> BegunSum:
 
 
 def finish_square_sums(sums: Sequence[BegunSum]) -> SquareSum:
-    """What they add up to; those on a device, which are complete, come to the host in one small copy."""
+    """Returns the total of `sums`. Those on a device must be complete; they come to the host in one small copy."""
     on_device = [words for words in sums if isinstance(words, Tensor)]
     found = sum((one for one in sums if isinstance(one, SquareSum)), SquareSum())
     if on_device:
         words = torch.cat(on_device)
-        # In halves, which no number of sums makes overflow.
+        # In 32-bit halves, which no number of sums makes overflow.
         low, high = torch.stack([(words & 0xFFFFFFFF).sum(0), (words >> 32).sum(0)]).tolist()
         found += reference.square_sum_of_words([one + (two << 32) for one, two in zip(low, high, strict=True)])
     return found
 
 
 def copy(dst: Tensor, src: Tensor, *, num_threads: int = 1) -> None:
-    """dst = src, uint8 tensors of one size; natively a memmove outside the GIL."""
+    """dst = src, uint8 tensors of one size; natively a memmove without the GIL."""
     copy_batch([(dst, src)], num_threads=num_threads)
 
 
@@ -128,5 +128,5 @@ def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) 
 
 
 def new_cipher() -> native.Cipher | reference_cipher.ReferenceCipher:
-    """AES-256-XTS by a new random key."""
+    """Returns AES-256-XTS with a new random key."""
     return native.Cipher() if native.available() else reference_cipher.ReferenceCipher()

@@ -1,9 +1,8 @@
 """Moves batches between tensors and an open file: the interface, and its plain Python form.
 
-`native.NativeEngine` is the fast one; `PythonEngine` serves where the native library is absent
-or switched off. All cut requests into pieces, keep several in flight, resume short transfers at a whole sector, retry
-EINTR and EAGAIN, and verify checksums of what they read; tests/faults/test_spill_file.py holds them to the same
-behaviour.
+`native.NativeEngine` is the fast one; `PythonEngine` is used if the native library is absent or switched off. Both cut
+requests into pieces, keep several in flight, resume short transfers at a whole sector, retry EINTR and EAGAIN, and
+verify the checksums of what they read. tests/faults/test_spill_file.py checks that they behave the same.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from torch import Tensor
 
 _PIECE_BYTES = 4 << 20
 _SECTOR_BYTES = 512
-"""O_DIRECT refuses to resume elsewhere, and a device's short transfers end on a sector."""
+"""O_DIRECT refuses to resume at other offsets, and a device's short transfers end at a sector."""
 _MAX_IDLE_CALLS = 1000
-"""Calls in a row that move nothing (EINTR, EAGAIN, less than a sector) before a transfer is given up."""
+"""Consecutive calls that move nothing (EINTR, EAGAIN, less than a sector) after which a transfer fails."""
 
 
 class Direction(IntEnum):
-    """spillway_direction of csrc/include/spillway.h"""
+    """The enum spillway_direction of csrc/include/spillway.h."""
 
     READ = 0
     WRITE = 1
 
 
 class TransferFailure(IntEnum):
-    """Why a transfer failed: the codes of spillway_error that a transfer can have."""
+    """Why a transfer failed: the codes of spillway_error that are possible for a transfer."""
 
     NONE = 0
     IO_FAILED = 5
@@ -45,29 +44,29 @@ class TransferFailure(IntEnum):
 
 @dataclass(slots=True)
 class IoRequest:
-    """One request to an engine, and how it ended."""
+    """One request to an engine, and its outcome."""
 
     offset: int
     tensor: Tensor
     """uint8, contiguous, on the CPU."""
     checksum: int = 0
-    """Read: what the bytes must have; write: what they have, set by the engine. CRC-32C natively, zlib's CRC-32 in
-    Python; only compared with values of the same engine."""
+    """For a read, the expected checksum; for a write, that of the bytes, set by the engine. CRC-32C natively, zlib's
+    CRC-32 in Python; only compared with values of the same engine."""
     found: int = 0
-    """Read: the checksum of what arrived."""
+    """For a read, the checksum of the bytes that arrived."""
     failure: TransferFailure = TransferFailure.NONE
     os_error: int = 0
-    """errno if failure is IO_FAILED."""
+    """errno if `failure` is IO_FAILED."""
     error_offset: int = 0
     """File offset at which the transfer stopped."""
 
 
 SystemCall = Callable[[Direction, int, memoryview, int], int]
-"""(direction, file, memory, offset) -> bytes moved, or -errno. Fault tests put their own in place of `system_call`."""
+"""(direction, file, memory, offset) -> bytes moved, or -errno. Fault tests use their own in place of `system_call`."""
 
 
 def system_call(direction: Direction, file: int, memory: memoryview, offset: int) -> int:
-    """pwrite(2) or pread(2) of the whole of `memory`."""
+    """Calls pwrite(2) or pread(2) for the whole of `memory`."""
     try:
         if direction is Direction.WRITE:
             return os.pwrite(file, memory, offset)
@@ -77,21 +76,21 @@ def system_call(direction: Direction, file: int, memory: memoryview, offset: int
 
 
 class IoEngine(Protocol):
-    """Over one open file, which stays the caller's and must outlive the engine."""
+    """Transfers over one open file, which belongs to the caller and must outlive the engine."""
 
     name: str
-    """How it moves bytes, for people: "threads" or "python"."""
+    """How it moves bytes, as shown to people: "threads" or "python"."""
 
     def transfer(self, direction: Direction, transfers: Sequence[IoRequest]) -> None:
-        """Perform all, in any order, and set their outcomes; returns when all have ended. Thread-safe."""
+        """Performs all transfers, in any order, and sets their outcomes; returns when all have ended. Thread-safe."""
 
     def close(self) -> None:
-        """End the threads. The engine must be idle."""
+        """Ends the threads. The engine must be idle."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """A range of one transfer that one thread moves, and how that ended."""
+    """A range of one transfer that one thread moves, and its outcome."""
 
     transfer: IoRequest
     memory: memoryview
@@ -119,7 +118,7 @@ class PythonEngine:
         pieces = [piece for transfer in transfers for piece in _cut(transfer)]
         for _ in self._threads.map(lambda piece: self._move(direction, piece), pieces):
             pass
-        for piece in reversed(pieces):  # so that the first failure of a transfer is the one that stays
+        for piece in reversed(pieces):  # so that a transfer keeps its first failure
             if piece.failure:
                 transfer = piece.transfer
                 transfer.failure, transfer.os_error = piece.failure, piece.os_error
@@ -153,7 +152,7 @@ class PythonEngine:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 CPU tensor, shared."""
+    """Returns the bytes of a contiguous uint8 CPU tensor, sharing its memory."""
     return tensor.numpy().data
 
 

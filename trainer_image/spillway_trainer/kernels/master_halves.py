@@ -1,13 +1,14 @@
-"""Splits a float32 master into its bfloat16 weight and 17 more bits; only these cross the link to the device.
+"""Splits a float32 master into its bfloat16 weight and 17 more bits; only these bits cross the link to the device.
 
     master    upper half | lower half
     weight    upper half + carry             rounded to nearest even
     rest                   lower half, carry
 
-Above 0x8000 the lower half carries, below it does not. At 0x8000, half way, the weight is the even one of two, and the
-lower half cannot say from which side: an even weight has 65,537 masters, one more than 16 bits tell apart. So the
-carry is a bit of its own. Zeros of both signs, denormals, infinities and what rounds to one are bits like any others; a
-NaN is the declared one (reference.py), 0x7FC00000 with the weight 0x7FC0, or what a weight that is one was widened to.
+The weight has a carry if the lower half is above 0x8000, and none if it is below. At exactly 0x8000, half way, the
+weight is the even one of two, and the lower half cannot say from which side it was rounded: an even weight has 65,537
+masters, one more than 16 bits distinguish. So the carry needs a bit of its own. Zeros of both signs, denormals,
+infinities and values that round to infinity need no special case. A NaN is the declared one (reference.py), 0x7FC00000
+with the weight 0x7FC0, or the widened value of a weight that is a NaN.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from .reference import UpdateScalars, kept_elements
 
 LOWER_BYTES, CARRIES_PER_BYTE = 2, 8
 _CHUNK_ELEMENTS = 1 << 18
-"""Values per pass of `update`, a multiple of CARRIES_PER_BYTE and of a block of moments: temporaries take 1 MiB
-each."""
+"""Values per pass of `update`, a multiple of CARRIES_PER_BYTE and of the values in a block of moments: each temporary
+takes 1 MiB."""
 
 
 def rest_bytes(size: int) -> int:
-    """Of `size` masters: their lower halves, then their carries, eight a byte, the first one lowest."""
+    """Returns the bytes of the rest of `size` masters: their lower halves, then their carries, eight per byte, the
+    first in the lowest bit."""
     return LOWER_BYTES * size + -(-size // CARRIES_PER_BYTE)
 
 
 def split(master: Tensor, weights: Tensor, rest: Tensor) -> None:
-    """rest = what `weights`, the masters rounded to bfloat16, do not say of them; flat, `rest` uint8 of rest_bytes."""
+    """Sets `rest` to the bits of the masters that `weights`, the masters rounded to bfloat16, lack. All are flat;
+    `rest` is uint8 of rest_bytes."""
     lower, carries = halves(rest, master.numel())
     bits = master.view(torch.int32)
     lower.copy_(bits)
@@ -42,7 +45,7 @@ def split(master: Tensor, weights: Tensor, rest: Tensor) -> None:
 
 
 def join(weights: Tensor, rest: Tensor) -> Tensor:
-    """The masters that `split` was given."""
+    """Returns the masters that `split` was given."""
     lower, carries = halves(rest, weights.numel())
     carried = ((carries.unsqueeze(1) >> _places(rest)) & 1).view(-1)[: weights.numel()]
     upper = weights.view(torch.int16).to(torch.int32) - carried
@@ -50,7 +53,7 @@ def join(weights: Tensor, rest: Tensor) -> Tensor:
 
 
 def halves(rest: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The lower halves (int16) and the bytes of the carries, as views."""
+    """Returns views of the lower halves (int16) and of the bytes of the carries."""
     return rest[: LOWER_BYTES * size].view(torch.int16), rest[LOWER_BYTES * size :]
 
 
@@ -62,8 +65,8 @@ def update(
     gradient: Tensor,
     weights: Tensor,
 ) -> None:
-    """reference.update by `arithmetic` of masters that are nowhere whole: `weights` and `rest` become those of the new
-    ones. Joined and split a part at a time."""
+    """reference.update, computed by `arithmetic`, of masters that never exist as a whole: `weights` and `rest` become
+    those of the new masters. Masters are joined and split a part at a time."""
     lower, carries = halves(rest, weights.numel())
     parts = [torch.split(tensor, _CHUNK_ELEMENTS) for tensor in (weights, lower, gradient)]
     parts += [torch.split(moment, kept_elements(_CHUNK_ELEMENTS, moment.dtype)) for moment in moments]

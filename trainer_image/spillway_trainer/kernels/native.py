@@ -1,8 +1,8 @@
 """ctypes bindings of csrc/include/spillway.h; tests/contract/test_native_header.py compares the two.
 
-A call releases the GIL until it returns. Tensors live on the CPU and are contiguous; a wrong dtype, size or layout is a
-ValueError before anything is touched. `SPILLWAY_FORCE_ISA=scalar|avx2|avx512|neon|reference` pins the instruction set
-of a process; `reference` leaves the library unused.
+Every call releases the GIL until it returns. Tensors must be contiguous and on the CPU; a wrong dtype, size or layout
+raises ValueError before anything is changed. `SPILLWAY_FORCE_ISA=scalar|avx2|avx512|neon|reference` fixes the
+instruction set of a process; with `reference` the library is not used.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from .reference_cipher import BLOCK_BYTES, KEY_BYTES
 ABI_VERSION = 9
 FORCE_ISA = "SPILLWAY_FORCE_ISA"
 ISA_CODES = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
-"""SPILLWAY_ISA_*, narrowest first"""
+"""The codes SPILLWAY_ISA_*, narrowest first."""
 RULE_CODES = {rule: code for code, rule in enumerate(UpdateRule, start=1)}
-"""SPILLWAY_ADAMW and the others, in the header's order"""
+"""The codes SPILLWAY_ADAMW and others, in the header's order."""
 TYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""SPILLWAY_FLOAT32 and the others; 0 is SPILLWAY_NONE"""
+"""The codes SPILLWAY_FLOAT32 and others; 0 is SPILLWAY_NONE."""
 MOMENT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.uint8: 4}
-"""Types of moments, and SPILLWAY_INT8, whose blocks are bytes."""
+"""The codes of types of moments; uint8 is SPILLWAY_INT8, whose blocks are bytes."""
 NUM_BUCKETS = 3074
 """SPILLWAY_NUM_BUCKETS"""
 LEAST_BUCKET = 0x33800000
-"""The bits of 2^-24: below it no map distinguishes values from 0, apart from being above it."""
+"""The bits of 2^-24: below it no map distinguishes values, except 0 from those above 0."""
 M_MMAP_THRESHOLD = -3
-"""Of malloc.h."""
+"""The constant of malloc.h."""
 MMAP_THRESHOLD_BYTES = 2 * 2**20
-"""A huge page: from this size on torch asks for huge pages (THP_MEM_ALLOC_ENABLE), so mapping a block again is
-cheap."""
+"""The size of a huge page. From this size on torch requests huge pages (THP_MEM_ALLOC_ENABLE), so mapping a block again
+is cheap."""
 NUM_LIMBS = 10
 """SPILLWAY_NUM_LIMBS"""
 NO_MEMORY = 3
 """SPILLWAY_NO_MEMORY"""
 LIBRARY_NAME = "libspillway_native.so"
 TENSOR_POOL = "SPILLWAY_TENSOR_POOL"
-"""`on` (the default), or `off`, which leaves torch's tensors to the C library's heap"""
+"""`on` (the default), or `off`, which leaves torch's tensors in the C library's heap."""
 TORCH_ALLOCATOR = b"libc10.so"
-"""torch's library that allocates CPU tensors."""
+"""The library of torch that allocates CPU tensors."""
 POOLED_BYTES = 256 * 2**10
-"""Tensors of at least this size come from the pool: whole pages are less than 2 % of them."""
+"""Tensors of at least this size come from the pool: rounding up to whole pages costs them less than 2 %."""
 POOL_SLACK_BYTES = 8 * 2**20
-"""Bytes that may be resident beyond what tensors need: room for holes."""
+"""Bytes that may be resident beyond what tensors need, to allow for gaps between tensors."""
 
 
 class UpdateScalarsStruct(Structure):
@@ -155,11 +155,12 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 def return_freed_memory() -> None:
-    """Have this process occupy what the ledger counts: large tensors of the CPU come from one pool, and the C library
-    gives every other freed block of MMAP_THRESHOLD_BYTES or more back to the system at once.
+    """Makes this process occupy no more memory than the ledger counts: large CPU tensors come from one pool, and the C
+    library returns every other freed block of MMAP_THRESHOLD_BYTES or more to the system at once.
 
-    glibc would raise that threshold to 32 MiB and keep freed tensors in a heap full of holes, which aligned allocations
-    cannot reuse: a process that held 250 MiB at its fullest then occupies 620. Without glibc, a no-op.
+    Otherwise glibc would raise that threshold up to 32 MiB and keep freed tensors in a heap full of gaps, which aligned
+    allocations cannot reuse: a process that held at most 250 MiB then occupied 620. Without glibc, only the pool is set
+    up.
     """
     mallopt = getattr(CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -169,11 +170,11 @@ def return_freed_memory() -> None:
 
 @functools.cache
 def attach_tensor_pool() -> bool:
-    """Have torch take large tensors of the CPU from one pool, from now on, in this process: freed memory is used again
-    without a page fault, and no more is resident than was held at the fullest moment (docs/adr/0022-tensor-pool.md).
+    """Makes torch take large CPU tensors from one pool, from now on, in this process: freed memory is reused without a
+    page fault, and no more is resident than was held at the peak (docs/adr/0022-tensor-pool.md).
 
-    False where there is none: without the native library or torch's own allocator, where the system refuses the
-    addresses, and with SPILLWAY_TENSOR_POOL=off. Then all is as torch has it.
+    Returns False if there is no pool, and nothing changes: without the native library or torch's own allocator, if the
+    system refuses the addresses, and with SPILLWAY_TENSOR_POOL=off.
     """
     wanted = os.environ.get(TENSOR_POOL, "")
     if wanted not in ("", "on", "off"):
@@ -187,46 +188,50 @@ def attach_tensor_pool() -> bool:
 
 
 def compute_alone() -> None:
-    """From now on this thread runs torch's operations without others: for threads that work beside the compute thread.
+    """Makes this thread run torch's operations on itself alone from now on: for threads that work beside the compute
+    thread.
 
-    libgomp gives each thread that ran a parallel region a team of its own, and with more team threads than cores it no
-    longer spins at the end of a region: every small operation of the compute thread would wait for a wake-up (a step of
-    the demo with its states in host memory took 1.4 times as long). Without libgomp, a no-op.
+    libgomp gives each thread that ran a parallel region a team of its own. With more team threads than cores, these no
+    longer spin at the end of a region, and every small operation of the compute thread would wait for a wake-up (a step
+    of the demo with its states in host memory took 1.4 times as long). Without libgomp, a no-op.
     """
-    torch.get_num_threads()  # at its first use in a thread, torch would set it to what all have
+    torch.get_num_threads()  # otherwise torch would reset the number at its first use in this thread
     set_num_threads = getattr(CDLL(None), "omp_set_num_threads", None)
     if set_num_threads is not None:
         set_num_threads(1)
 
 
 def pooled_bytes() -> float:
-    """From this size on torch's tensors come from the pool, in whole pages; infinite where there is none."""
+    """Returns the size from which on torch's tensors come from the pool, in whole pages; infinite if there is no
+    pool."""
     return POOLED_BYTES if attach_tensor_pool() else math.inf
 
 
 def mark_tensor_pool() -> None:
-    """A step begins: what the step before did not need goes back to the system. Without a pool, a no-op."""
+    """Tells the pool that a step begins: memory that the step before did not need returns to the system. Without a
+    pool, a no-op."""
     library = load_library()
     if library is not None:
         library.spillway_pool_mark()
 
 
 def empty_tensor_pool() -> None:
-    """What no tensor holds goes back to the system, all but the pool's slack: no steps are to come."""
-    # The pool keeps what the step that ends and the one before it held at their fullest.
+    """Returns the pool's memory that no tensor holds to the system, except the slack. For when no more steps follow."""
+    # Twice, because the pool keeps what this step and the one before it held at their peaks.
     mark_tensor_pool()
     mark_tensor_pool()
 
 
 def tensor_pool_bytes() -> tuple[int, int]:
-    """What tensors hold of the pool, and what the system has given it; zeros without one."""
+    """Returns the bytes that tensors hold of the pool, and the bytes that the system has given it; zeros without a
+    pool."""
     library = load_library()
     return (0, 0) if library is None else (library.spillway_pool_held_bytes(), library.spillway_pool_resident_bytes())
 
 
 @functools.cache
 def load_library() -> CDLL | None:
-    """The library next to this package, or None if it was not built (no C++ compiler)."""
+    """Returns the library next to this package, or None if it was not built (no C++ compiler)."""
     path = resources.files("spillway_trainer").joinpath(LIBRARY_NAME)
     if not path.is_file():
         return None
@@ -244,14 +249,16 @@ def load_library() -> CDLL | None:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """What this library and this processor have, narrowest first; empty without the library."""
+    """Returns the instruction sets that both the library and the processor have, narrowest first; empty without the
+    library."""
     library = load_library()
     return tuple(name for name, code in ISA_CODES.items() if library and library.spillway_isa_available(code))
 
 
 @functools.cache
 def isa() -> str:
-    """The instruction set of this process: "avx512", "avx2", "scalar", or "reference" when the library is not used."""
+    """Returns the instruction set of this process: "avx512", "avx2", "neon", "scalar", or "reference" if the library is
+    not used."""
     found = ("reference", *instruction_sets())
     forced = os.environ.get(FORCE_ISA, "")
     if forced and forced not in found:
@@ -263,7 +270,7 @@ def isa() -> str:
 
 
 def available() -> bool:
-    """True when the library is there and not switched off by SPILLWAY_FORCE_ISA=reference."""
+    """True if the library exists and is not switched off by SPILLWAY_FORCE_ISA=reference."""
     return isa() != "reference"
 
 
@@ -278,7 +285,7 @@ def update(
     num_threads: int = 1,
     instruction_set: str = "",
 ) -> None:
-    """reference.update, on `num_threads` threads; `instruction_set` other than `isa()` is for tests."""
+    """reference.update, on `num_threads` threads; an `instruction_set` other than `isa()` is for tests."""
     n, before, moment_type = master.numel(), (master, *moments), moments[0].dtype
     num_kept = kept_elements(n, moment_type)
     _check(scalars.rule.moments[0], moments[0], num_kept, *MOMENT_TYPES)
@@ -342,10 +349,10 @@ def square_sum(values: Tensor, *, num_threads: int = 1, instruction_set: str = "
 
 
 def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) -> None:
-    """memmove of src to dst for every (dst, src), uint8 tensors of one size, outside the GIL.
+    """memmove of src to dst for every (dst, src), uint8 tensors of one size, without the GIL.
 
-    The order is open: no destination may overlap another pair. One call for all, because giving the GIL back and taking
-    it again costs some 50 us on a busy machine.
+    The order is not specified: no destination may overlap another pair. All pairs are one call, because releasing the
+    GIL and taking it again costs about 50 us on a busy machine.
     """
     copies = (CopyStruct * len(pairs))()
     for entry, (dst, src) in zip(copies, pairs, strict=True):
@@ -356,19 +363,19 @@ def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) 
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Of a uint8 tensor, for as long as it lives."""
+    """Returns the bytes of a uint8 tensor, valid as long as it lives."""
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 
 def crc32c(tensor: Tensor) -> int:
-    """CRC-32C of a uint8 tensor."""
+    """Returns the CRC-32C of a uint8 tensor."""
     _check("tensor", tensor, tensor.numel(), torch.uint8)
     value: int = _library().spillway_crc32c(0, tensor.data_ptr(), tensor.numel())
     return value
 
 
 class NativeEngine:
-    """io_engine.IoEngine of the library; releases the GIL while bytes move. A `call` that is an IO_CALL is called
+    """The library's io_engine.IoEngine; releases the GIL while bytes move. A `call` that is an IO_CALL is called
     without the interpreter."""
 
     name = "threads"
@@ -399,7 +406,8 @@ class NativeEngine:
 
 
 class Cipher:
-    """reference_cipher.Cipher of the library, outside the GIL. Without `key`, a random one that never leaves it."""
+    """The library's form of reference_cipher.ReferenceCipher; works without the GIL. Without `key`, it has a random key
+    that never leaves the library."""
 
     def __init__(self, key: bytes | None = None) -> None:
         if key is not None and len(key) != KEY_BYTES:
@@ -419,7 +427,7 @@ class Cipher:
         num_threads: int = 1,
         instruction_set: str = "",
     ) -> None:
-        """reference_cipher.Cipher.apply; `instruction_set` scalar is the portable one, any other the fastest."""
+        """ReferenceCipher.apply; the `instruction_set` scalar is the portable form, any other the fastest."""
         _check("dst", dst, src.numel(), torch.uint8)
         _check("src", src, src.numel(), torch.uint8)
         if src.numel() % unit_bytes or unit_bytes % BLOCK_BYTES:
@@ -443,7 +451,7 @@ class Cipher:
         _raise_for("spillway_cipher_apply", error)
 
     def close(self) -> None:
-        """Wipe the key. No call may be under way. Idempotent."""
+        """Wipes the key. No call may be in progress. Idempotent."""
         handle, self._handle = self._handle, c_void_p()
         _library().spillway_cipher_close(handle)
 
@@ -460,7 +468,7 @@ def _system_call(
 
 
 def strerror(error: int) -> str:
-    """The sentence for a spillway_error."""
+    """Returns the sentence for a spillway_error."""
     sentence: bytes = _library().spillway_strerror(error)
     return sentence.decode()
 
@@ -472,7 +480,7 @@ def _library() -> CDLL:
 
 
 def _raise_for(function: str, error: int) -> None:
-    """Codes that a checked call can still return: no memory, or a defect of this module."""
+    """Raises the error for a code that a checked call can still return: no memory, or a defect of this module."""
     if error:
         raise (MemoryError if error == NO_MEMORY else RuntimeError)(f"{function}: {strerror(error)}")
 
@@ -493,8 +501,8 @@ def _states_struct(states: Sequence[Tensor]) -> StatesStruct:
 
 @functools.cache
 def _maps_struct(rule: UpdateRule) -> Array[MapStruct]:
-    """The maps of a rule's moments. Two lanes may make their first update at once, and each its own of these, of which
-    the cache keeps one: so each holds the tables that it points to."""
+    """Returns the maps of a rule's moments. If two lanes make their first update at the same time, each may create its
+    own maps, of which the cache keeps one. So each object keeps the tables that it points to alive."""
     tables = [_tables(MAPS[kind in UNSIGNED_MOMENTS]) for kind in rule.moments]
     found = (MapStruct * len(tables))(*(MapStruct(*(table.data_ptr() for table in pair)) for pair in tables))
     found.tables = tables  # type: ignore[attr-defined]
@@ -503,14 +511,15 @@ def _maps_struct(rule: UpdateRule) -> Array[MapStruct]:
 
 @functools.cache
 def _tables(found: Map) -> tuple[Tensor, Tensor]:
-    """What spillway_map points to: numbers by code, and what finds the code of a number."""
+    """Returns the two tables of spillway_map: the number of each code, and the table that finds the code of a
+    number."""
     every = torch.arange(256, dtype=torch.uint8)
     return found.values[found.positions(every)], nearest_codes(found)
 
 
 def nearest_codes(found: Map) -> Tensor:
-    """`nearest` of spillway_map (int32): the code of each bucket's least number, and what the limit, from which on
-    `low` makes it the next one, lacks of 2^16."""
+    """Returns `nearest` of spillway_map (int32). The upper half of an entry is the code of the least number in its
+    bucket. The lower half is 2^16 minus the limit of `low` from which on the code is the next one."""
     least = LEAST_BUCKET + ((torch.arange(NUM_BUCKETS, dtype=torch.int32) - 1) << 16)
     least[0] = 0
     largest = least + 0xFFFF
@@ -545,12 +554,12 @@ def _scalars_struct(scalars: UpdateScalars) -> UpdateScalarsStruct:
 
 
 def describe() -> dict[str, object]:
-    """What is in use here, and what there is."""
+    """Returns the instruction set in use and those available."""
     return {
         "isa": isa(),
         "instructionSets": instruction_sets(),
     }
 
 
-if __name__ == "__main__":  # `spillway doctor` asks a process of its own
+if __name__ == "__main__":  # `spillway doctor` runs this in a process of its own
     print(json.dumps(describe()))

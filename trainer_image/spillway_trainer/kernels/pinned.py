@@ -9,12 +9,13 @@ from torch import Tensor
 from spillway.units import GIB
 
 PINNED_BYTES = GIB
-"""Host memory is registered in pieces that end at multiples of this address. A copy must be within one registration, so
-it is cut there, too (`spans`)."""
+"""Host memory is registered in pieces that end at addresses that are multiples of this. A copy must lie within one
+registration, so copies are cut there, too (`spans`)."""
 
 
 def spans(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of the parts of `nbytes` at `address` that lie in one registration each, relative to `address`."""
+    """Yields (first, end), relative to `address`, of the parts of `nbytes` at `address` that lie in one registration
+    each."""
     first = 0
     while first < nbytes:
         end = min(nbytes, first + PINNED_BYTES - (address + first) % PINNED_BYTES)

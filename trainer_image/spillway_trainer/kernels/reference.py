@@ -1,4 +1,4 @@
-"""The native functions in plain torch: the oracle of csrc, and the fallback where there is no compiler.
+"""The native functions in plain torch: the reference for csrc in tests, and the fallback where there is no compiler.
 
 Every arithmetic line is one binary torch operation on float32, so every result is rounded once: no lerp, no addcmul, no
 `alpha=`, no fused optimizer. The square root goes through float64: torch's float32 `sqrt` is MKL's vector library, off
@@ -24,31 +24,31 @@ _CHUNK_ELEMENTS = 1 << 18
 """Values per pass of `update`: keeps its float32 temporaries at 1 MiB each instead of the size of the parameter."""
 
 _NUM_EXPONENTS = 254
-"""Of finite float32 values: biased 1 to 254; zero and denormals share the first."""
+"""Number of biased exponents of finite float32 values, 1 to 254; zero and denormals share the first."""
 
 
 def float32(value: float) -> float:
-    """`value` rounded once to float32 (to nearest, ties to even)."""
+    """Returns `value` rounded once to float32 (to nearest, ties to even)."""
     rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     return rounded
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateScalars:
-    """Scalars of one update, in fp64; the properties are the float32 values that the formulas use. A rule reads those
-    that its formula names."""
+    """Scalars of one update, in fp64. The properties are the float32 values that the formulas use. A rule reads only
+    those that its formula names."""
 
     learning_rate: float
     beta1: float = 0.0
     beta2: float = 0.0
     eps: float = 0.0
     weight_decay: float = 0.0
-    """0 for parameters that do not decay (vectors)"""
+    """0 for parameters that do not decay (vectors)."""
     beta1_power: float = 0.0
     """beta1^t after this step's multiplication, by repeated fp64 product; 0 for rules without bias correction."""
     beta2_power: float = 0.0
     gradient_scale: float = 1.0
-    """Clip factor; multiplied even if 1."""
+    """The clip factor; gradients are multiplied by it even if it is 1."""
     momentum: float = 0.0
     rule: UpdateRule = UpdateRule.ADAMW
 
@@ -70,7 +70,7 @@ class UpdateScalars:
 
     @property
     def step_size(self) -> float:
-        """The learning rate, and where bias is corrected that of exp_avg with it."""
+        """The learning rate; for rules with bias correction, divided by that of exp_avg."""
         return float32(self.learning_rate / (1.0 - self.beta1_power))
 
 
@@ -83,13 +83,13 @@ def update(
     *,
     after: Sequence[Tensor] | None = None,
 ) -> None:
-    """One update by `scalars.rule`; `moments` are those of the rule, in its order. In place, or of copies: `after` is
-    where the new master and moments go, which overlap none of those given; these then stay as they are.
+    """One update by `scalars.rule`; `moments` are those of the rule, in its order. It is in place, or of copies: then
+    `after` is where the new master and moments go, which overlap none of the old ones; these stay unchanged.
 
     All tensors are flat and contiguous with n values: master float32; gradient float32, bfloat16 or float16; out
     bfloat16 or float16 (round to nearest even), float32 (a copy) or None. Moments, all of one type, are float32,
-    bfloat16 or uint8 (`quantized`, whole blocks from the first value on): then they are widened first and narrowed
-    last, and the master is updated by what they are before that.
+    bfloat16 or uint8 (`quantized`, in whole blocks from the first value on). Those that are not float32 are widened
+    first and narrowed last, and the master is updated with their values before narrowing.
     """
     assert len(moments) == len(scalars.rule.moments), f"{scalars.rule} with {len(moments)} moments"
     part = _PARTS[scalars.rule]
@@ -113,13 +113,13 @@ def update(
 
 
 def _adamw(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> None:
-    """Loshchilov & Hutter 2019, algorithm 2, decoupled decay times learning rate."""
+    """Loshchilov & Hutter 2019, algorithm 2, with decoupled decay multiplied by the learning rate."""
     decayed = p * s.decay
     _adam_step(s, g, decayed, p, m, v)
 
 
 def _adam(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor, v: Tensor) -> None:
-    """Kingma & Ba 2015, with weight decay as torch.optim.Adam has it: L2, added to the gradient even when 0."""
+    """Kingma & Ba 2015, with weight decay as in torch.optim.Adam: L2, added to the gradient even when it is 0."""
     decay = p * float32(s.weight_decay)
     _adam_step(s, g + decay, p, p, m, v)
 
@@ -138,7 +138,7 @@ def _adam_step(s: UpdateScalars, g: Tensor, before: Tensor, p: Tensor, m: Tensor
 
 
 def _sgd_momentum(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor) -> None:
-    """torch.optim.SGD with momentum, without dampening; the buffer begins at 0, which gives its first step."""
+    """torch.optim.SGD with momentum and without dampening; the buffer begins at 0, which gives the same first step."""
     decay = p * float32(s.weight_decay)
     new = g + decay
     m_kept = m * float32(s.momentum)
@@ -148,7 +148,7 @@ def _sgd_momentum(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor) -> None:
 
 
 def _lion(s: UpdateScalars, g: Tensor, p: Tensor, m: Tensor) -> None:
-    """Chen et al. 2023 (arXiv 2302.06675), algorithm 2: the decay shrinks the parameter first, as AdamW's does."""
+    """Chen et al. 2023 (arXiv 2302.06675), algorithm 2: the decay is applied to the parameter first, as in AdamW."""
     decayed = p * s.decay
     m_kept = m * float32(s.beta1)
     m_new = g * s.one_minus_beta1
@@ -168,32 +168,33 @@ _PARTS: dict[UpdateRule, Callable[..., None]] = {
 
 
 def _sign(values: Tensor) -> Tensor:
-    """1 above 0, -1 below; a zero or a NaN is its own sign."""
+    """Returns 1 above 0 and -1 below; a zero or a NaN is returned as it is."""
     return torch.where(values > 0, 1.0, torch.where(values < 0, -1.0, values))
 
 
 def bfloat16(values: Tensor) -> Tensor:
-    """float32 -> bfloat16 by integer round-to-nearest-even: keeps denormals, makes every NaN the quiet NaN 0x7FC0."""
+    """float32 -> bfloat16 by integer round-to-nearest-even; keeps denormals and makes every NaN the quiet NaN
+    0x7FC0."""
     bits = quiet(values).view(torch.int32)
     rounded = bits + (((bits >> 16) & 1) + 0x7FFF)
     return (rounded >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def float16(values: Tensor) -> Tensor:
-    """float32 -> float16, to nearest even: keeps denormals, makes every NaN the quiet NaN 0x7E00, and an infinity of
-    what rounds beyond 65504."""
+    """float32 -> float16, rounded to nearest even; keeps denormals, makes every NaN the quiet NaN 0x7E00, and makes
+    values that round beyond 65504 an infinity."""
     return quiet(values).to(torch.float16)
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values as those of a parameter: float32 (themselves), bfloat16 or float16."""
+    """Converts float32 values to the type of a parameter: float32 (unchanged), bfloat16 or float16."""
     if dtype == torch.float32:
         return values
     return float16(values) if dtype == torch.float16 else bfloat16(values)
 
 
 def quiet(values: Tensor) -> Tensor:
-    """The same with every NaN the declared one."""
+    """Returns the values with every NaN replaced by the declared one."""
     return torch.where(torch.isnan(values), math.nan, values)
 
 
@@ -201,21 +202,23 @@ def quiet(values: Tensor) -> Tensor:
 
 
 def widened(kept: Tensor, kind: str) -> Tensor:
-    """The float32 values of the state `kind`: itself, or a copy; of a quantized one flat."""
+    """Returns the float32 values of the state `kind`: the tensor itself, or a copy; flat if it is quantized."""
     if kept.dtype == torch.uint8:
         return dequantized(kept, MAPS[kind in UNSIGNED_MOMENTS])
     return kept if kept.dtype == torch.float32 else kept.float()
 
 
 def narrowed(values: Tensor, dtype: torch.dtype, kind: str) -> Tensor:
-    """float32 values as the state `kind` is kept in `dtype`: float32 (themselves), bfloat16, or quantized and flat."""
+    """Converts float32 values to `dtype`, in which the state `kind` is kept: float32 (unchanged), bfloat16, or
+    quantized and flat."""
     if dtype == torch.uint8:
         return quantized(values.reshape(-1), MAPS[kind in UNSIGNED_MOMENTS])
     return rounded(values, dtype)
 
 
 def kept_elements(num_values: int, dtype: torch.dtype) -> int:
-    """Elements of `dtype` that keep so many values of a state: in uint8 blocks have a scale each."""
+    """Returns the number of elements of `dtype` that hold `num_values` values of a state; in uint8 each block also has
+    a scale."""
     return MomentType.INT8.bytes_of(num_values) if dtype == torch.uint8 else num_values
 
 
@@ -224,26 +227,29 @@ class Map:
     """The number of each 8-bit code, as a fraction of its block's scale, and the code of each number."""
 
     values: Tensor
-    """256 float32, ascending"""
+    """256 float32 values, ascending."""
     borders: Tensor
-    """255 float32, ascending: a number beyond the n-th, and not beyond the next, is nearest to values[n + 1]"""
+    """255 float32 values, ascending: a number above the n-th, and not above the next, is nearest to values[n + 1]."""
     zero: int
-    """Position of 0 among the values: a code is a position minus this one, modulo 256, so that zero bytes are zeros."""
+    """Position of 0 among the values. A code is a position minus this one, modulo 256, so that zero bytes stand for
+    zeros."""
 
     def positions(self, codes: Tensor) -> Tensor:
         return (codes.long() + self.zero) % 256
 
     def codes(self, numbers: Tensor) -> Tensor:
-        """Of the nearest values; in the middle of two the lesser one's."""
+        """Returns the codes of the nearest values; half way between two, that of the lesser one."""
         return (torch.bucketize(numbers, self.borders) - self.zero).remainder(256).to(torch.uint8)
 
 
 def dynamic_map(*, signed: bool) -> Map:
-    """Dynamic tree quantization (Dettmers, arXiv 1511.04561), the values that bitsandbytes and torchao use: 0, 1, and
-    in decade i of seven the middles of 2^i equal parts of 0.1 to 1 (twice as many without a sign), times 10^(i - 6).
+    """Dynamic tree quantization (Dettmers, arXiv 1511.04561), with the values that bitsandbytes and torchao use: 0, 1,
+    and in decade i of seven the middles of 2^i equal parts of 0.1 to 1 (twice as many without a sign), times 10^(i -
+    6).
 
-    Unsigned, no number above 0 becomes 0: it gets the least value instead. The root of a second moment is divided by,
-    and a 0 beside a first moment that is none would make a step of any size (arXiv 2309.01507: the zero-point problem).
+    Without a sign, no number above 0 becomes 0; it becomes the least value instead. Updates divide by the root of a
+    second moment, and a 0 beside a first moment that is not 0 would make a step of any size (arXiv 2309.01507: the
+    zero-point problem).
     """
     found = [0.0, 1.0]
     for decade in range(7):
@@ -259,15 +265,16 @@ def dynamic_map(*, signed: bool) -> Map:
 
 
 MAPS = (dynamic_map(signed=True), dynamic_map(signed=False))
-"""Of first moments, and of those without sign."""
+"""The maps of first moments, and of moments without sign."""
 
 
 def quantized(values: Tensor, by: Map) -> Tensor:
-    """n flat float32 values as uint8: blocks of BLOCK_VALUES, the last one of what is left, each its scale (float32,
-    the largest magnitude in it, 4 bytes), then a byte a value: the code of value / scale, rounded once.
+    """Returns n flat float32 values as uint8, in blocks of BLOCK_VALUES, the last block of the remainder. A block is
+    its scale (float32, the largest magnitude in it, 4 bytes), then a byte per value: the code of value / scale, rounded
+    once.
 
-    A block of zeros has scale 0. One that holds an infinity or a NaN has the quiet NaN as its scale, and codes 0: all
-    of it reads as NaN.
+    A block of zeros has scale 0. A block that holds an infinity or a NaN has the quiet NaN as its scale, and codes 0:
+    all of it reads as NaN.
     """
     n = values.numel()
     if n == 0:
@@ -283,7 +290,8 @@ def quantized(values: Tensor, by: Map) -> Tensor:
 
 
 def dequantized(kept: Tensor, by: Map) -> Tensor:
-    """The float32 values that `quantized` bytes stand for: a code's number times its block's scale, rounded once."""
+    """Returns the float32 values that `quantized` bytes stand for: a code's number times its block's scale, rounded
+    once."""
     if kept.numel() == 0:
         return torch.empty(0)
     whole = MomentType.INT8.bytes_of(BLOCK_VALUES)
@@ -298,8 +306,8 @@ def dequantized(kept: Tensor, by: Map) -> Tensor:
 
 
 def accumulate(accumulator: Tensor, gradient: Tensor, first: bool) -> None:
-    """accumulator (float32) = float(gradient) if `first`, else accumulator + float(gradient), rounded once. A NaN of
-    float16 becomes the quiet one: its conversion leaves payloads open."""
+    """accumulator (float32) = float(gradient) if `first`, else accumulator + float(gradient), rounded once. A float16
+    NaN becomes the quiet one, because the conversion of its payload is not specified."""
     if first:
         accumulator.copy_(quiet(gradient.float()) if gradient.dtype == torch.float16 else gradient)
     else:
@@ -314,23 +322,24 @@ def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SquareSum:
-    """The exact sum of the squares of float32 values, the same for every order, division and number of threads."""
+    """The exact sum of the squares of float32 values: the same for every order, division and number of threads."""
 
     total: int = 0
-    """In units of 2^-298, the square of the smallest denormal float32."""
+    """The sum in units of 2^-298, the square of the smallest denormal float32."""
     num_non_finite: int = 0
-    """Infinities and NaNs, counted and never summed."""
+    """The number of infinities and NaNs, which are never summed."""
 
     def __add__(self, other: SquareSum) -> SquareSum:
         return SquareSum(self.total + other.total, self.num_non_finite + other.num_non_finite)
 
     def norm(self) -> float:
-        """Square root of the exact sum, correctly rounded to fp64; nan when any value was not finite."""
+        """Returns the square root of the exact sum, correctly rounded to fp64; nan if any value was not finite."""
         return math.nan if self.num_non_finite else math.ldexp(_rounded_sqrt(self.total), -149)
 
 
 def _rounded_sqrt(value: int) -> float:
-    """Square root of an integer, correctly rounded: at least 64 bits of root and one sticky bit, then one rounding."""
+    """Returns the square root of an integer, correctly rounded: at least 64 bits of root and one sticky bit, then one
+    rounding."""
     shift = max(0, 128 - value.bit_length())
     shift += shift & 1
     scaled = value << shift
@@ -340,17 +349,19 @@ def _rounded_sqrt(value: int) -> float:
 
 
 NUM_WORDS = 19
-"""A sum of squares on a device: 18 sums of 32-bit digits, least first, and the number of non-finite values."""
+"""Number of integers of a sum of squares on a device: 18 sums of 32-bit digits, least significant first, and the number
+of non-finite values."""
 
 
 def square_sum_of_words(words: Sequence[int]) -> SquareSum:
-    """What a device's kernel left: `NUM_WORDS` integers below 2^63."""
+    """Converts the result of a device's kernel: `NUM_WORDS` integers below 2^63."""
     *digits, num_non_finite = words
     return SquareSum(sum(digit << (32 * index) for index, digit in enumerate(digits)), num_non_finite)
 
 
 def square_sum(values: Tensor) -> SquareSum:
-    """SquareSum of float32, bfloat16 or float16 values: a square is the integer mantissa^2 times a power of four."""
+    """Returns the SquareSum of float32, bfloat16 or float16 values: a square is the integer mantissa^2 times a power of
+    four."""
     total = num_non_finite = 0
     for part in torch.split(values.reshape(-1), _CHUNK_ELEMENTS):
         bits = part.float().view(torch.int32)
@@ -360,7 +371,7 @@ def square_sum(values: Tensor) -> SquareSum:
         mantissa = torch.where(biased > 0, (bits & 0x7FFFFF) | 0x800000, bits & 0x7FFFFF).long()
         squares = torch.where(finite, mantissa * mantissa, 0)
         exponent = torch.where(finite, biased.clamp(min=1) - 1, 0).long()
-        # 48-bit squares: int64 stays exact for 2^15 of them, so a part is summed as high and low halves.
+        # Squares have 48 bits, and int64 is exact for 2^15 of them; so a part is summed as high and low halves.
         for half, shift in ((squares & 0xFFFFFF, 0), (squares >> 24, 24)):
             sums = torch.zeros(_NUM_EXPONENTS, dtype=torch.int64).index_add_(0, exponent, half).tolist()
             total += sum(of_exponent << (2 * i + shift) for i, of_exponent in enumerate(sums))

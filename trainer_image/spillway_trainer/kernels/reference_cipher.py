@@ -1,5 +1,5 @@
-"""AES-256 in XTS mode (FIPS 197; IEEE 1619-2007, NIST SP 800-38E) in plain torch, over whole blocks: the oracle of
-csrc/aes_xts*.cpp, and the fallback where there is no compiler (some MB/s)."""
+"""AES-256 in XTS mode (FIPS 197; IEEE 1619-2007, NIST SP 800-38E) in plain torch, for whole blocks: the reference for
+csrc/aes_xts*.cpp in tests, and the fallback where there is no compiler (some MB/s)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REDUCED = 0x11B
 
 
 def times(a: int, b: int) -> int:
-    """The product in GF(2^8)."""
+    """Returns the product in GF(2^8)."""
     product = 0
     while b:
         product ^= a if b & 1 else 0
@@ -28,7 +28,7 @@ def times(a: int, b: int) -> int:
 
 @cache
 def substituted(value: int) -> int:
-    """FIPS 197, 5.1.1: the inverse, and an affine map."""
+    """The S-box of FIPS 197, 5.1.1: the inverse, then an affine map."""
     inverse = next((other for other in range(256) if times(value, other) == 1), 0)
     turned = (inverse << turn | inverse >> 8 - turn for turn in range(5))
     found = 0x63
@@ -38,7 +38,7 @@ def substituted(value: int) -> int:
 
 
 class ReferenceCipher:
-    """`key`: 64 bytes, the data's and then the tweak's; random ones when it is not given."""
+    """AES-256-XTS with `key`: 64 bytes, first the data's, then the tweak's; random if it is not given."""
 
     def __init__(self, key: bytes | None = None) -> None:
         key = os.urandom(KEY_BYTES) if key is None else key
@@ -58,8 +58,9 @@ class ReferenceCipher:
         unit_bytes: int,
         num_threads: int = 1,
     ) -> None:
-        """dst = src encrypted (WRITE) or decrypted (READ), uint8 tensors of whole units of `unit_bytes`; the same one,
-        or without overlap. The number of the i-th unit, its tweak, is sequence * 2**64 + first_unit + i."""
+        """dst = src encrypted (WRITE) or decrypted (READ), both uint8 tensors of whole units of `unit_bytes`: the same
+        tensor, or two that do not overlap. The number of the i-th unit, its tweak, is sequence * 2**64 + first_unit +
+        i."""
         num_units = src.numel() // unit_bytes
         if src.numel() != num_units * unit_bytes or unit_bytes % BLOCK_BYTES:
             raise ValueError(
@@ -76,10 +77,10 @@ class ReferenceCipher:
         dst.copy_((move(src.view(-1, BLOCK_BYTES) ^ whitening, self._data_keys) ^ whitening).view(-1))
 
     def close(self) -> None:
-        """The keys go with the object."""
+        """Does nothing: the keys are freed with the object."""
 
     def _powers(self, tweak: int, count: int) -> bytes:
-        """tweak * x^0, x^1, ... in GF(2^128), modulo x^128 + x^7 + x^2 + x + 1."""
+        """Returns tweak * x^0, x^1, ... in GF(2^128), modulo x^128 + x^7 + x^2 + x + 1."""
         found = []
         for _ in range(count):
             found.append(tweak.to_bytes(BLOCK_BYTES, "little"))
@@ -87,7 +88,7 @@ class ReferenceCipher:
         return b"".join(found)
 
     def _expanded(self, key: bytes) -> Tensor:
-        """FIPS 197, 5.2: (rounds + 1, 16)."""
+        """The key expansion of FIPS 197, 5.2, of shape (rounds + 1, 16)."""
         words, constant = [key[at : at + 4] for at in range(0, 32, 4)], 1
         for i in range(8, 4 * (NUM_ROUNDS + 1)):
             word = words[-1]
@@ -109,7 +110,7 @@ class ReferenceCipher:
         return blocks
 
     def _decrypted(self, blocks: Tensor, keys: Tensor) -> Tensor:
-        """The rounds of `_encrypted` backwards: FIPS 197, 5.3."""
+        """The rounds of `_encrypted` in reverse: FIPS 197, 5.3."""
         inverse, turned = [0] * 256, [(i - 4 * (i % 4)) % BLOCK_BYTES for i in range(BLOCK_BYTES)]
         for value, image in enumerate(self._box):
             inverse[image] = value
@@ -122,7 +123,7 @@ class ReferenceCipher:
 
 
 def _blocks(content: bytes) -> Tensor:
-    """(blocks, 16)"""
+    """Returns `content` in shape (blocks, 16)."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, BLOCK_BYTES)
 
 
@@ -132,12 +133,12 @@ def _table(values: list[int]) -> Tensor:
 
 @cache
 def _products(factor: int) -> Tensor:
-    """factor * 0, ... factor * 255"""
+    """Returns factor * 0, ... factor * 255."""
     return _table([times(value, factor) for value in range(256)])
 
 
 def _mixed(blocks: Tensor, factors: tuple[int, int, int, int]) -> Tensor:
-    """FIPS 197, 5.1.3: row r of a column is the sum of factors[(c - r) % 4] times row c."""
+    """The column mix of FIPS 197, 5.1.3: row r of a column is the sum of factors[(c - r) % 4] times row c."""
     columns = blocks.view(-1, 4, 4).long()
     products = [_products(factor)[columns] for factor in factors]
     rows = [

@@ -1,9 +1,10 @@
 """Triton kernels of reference.py's updates and sums: the same order of operations, so the same bits.
 
-What a GPU's compiler would do otherwise is switched off, and tests/contract/test_ptx.py holds that in the code made:
-no fused multiply-add (OPTIONS), no approximate division or root (`div_rn`, `sqrt_rn`), no flush of denormals. bfloat16
-is converted by integers in both directions: the architectures' own conversions differ for NaNs. float16 is converted by
-the device, which keeps its denormals and rounds to nearest even, beyond its range to an infinity; NaNs are declared.
+Deviations of a GPU's compiler are switched off, and tests/contract/test_ptx.py checks the generated code: no fused
+multiply-add (OPTIONS), no approximate division or root (`div_rn`, `sqrt_rn`), no flush of denormals. bfloat16 is
+converted by integer operations in both directions, because the architectures' own conversions differ for NaNs. float16
+is converted by the device, which keeps its denormals, rounds to nearest even and makes values beyond its range an
+infinity; its NaNs become the declared one.
 """
 
 from __future__ import annotations
@@ -23,32 +24,33 @@ from .master_halves import halves, rest_bytes
 from .reference import MAPS, NUM_WORDS, UpdateScalars, float32, kept_elements
 
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
-"""Of every launch."""
+"""Options of every launch."""
 BLOCK = 1024
-"""Values per program: eight per thread, two 16-byte accesses of each float32 array."""
+"""Values per program: eight per thread, which is two 16-byte accesses of each float32 array."""
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of gradients and of updated parameters."""
+"""Types of gradients and of updated parameters."""
 QUANTIZED = tl.constexpr(BLOCK_VALUES)
-"""Values of a block of bytes, after 4 bytes of their scale."""
+"""Values of a block of a quantized moment, which follow the 4 bytes of its scale."""
 LONGEST_SUM = 2**28
-"""Values; each adds less than 2^34 to a word of 63 bits."""
+"""The most values per row of sums: each adds less than 2^34 to a word of 63 bits."""
 DRIVER = Path(__file__).with_name(f"triton-{triton.__version__}.so")
-"""Triton's own library, which it compiles when a device is first used; the image, which has no compiler, brings it"""
+"""Triton's own library, which Triton compiles when a device is first used. The image has no compiler, so it contains
+the library."""
 if DRIVER.exists():
     triton.knobs.build.impl = lambda *_: str(DRIVER)
-    triton.knobs.nvidia.libcuda_path = str(DRIVER.parent)  # else it asks ldconfig what to link to
+    triton.knobs.nvidia.libcuda_path = str(DRIVER.parent)  # otherwise it asks ldconfig for the library to link
 
 
 @triton.jit
 def _quiet(value):
-    """Every NaN as 0x7FC00000."""
+    """Replaces every NaN by 0x7FC00000."""
     bits = value.to(tl.uint32, bitcast=True)
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load(pointer, at, mask):
-    """float32 values; bfloat16 arrays are passed as uint16 and are the upper halves of float32."""
+    """Loads float32 values; bfloat16 arrays are passed as uint16 and are the upper halves of float32 values."""
     value = tl.load(pointer + at, mask=mask, other=0)
     if pointer.dtype.element_ty == tl.uint16:
         value = (value.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -59,7 +61,7 @@ def _load(pointer, at, mask):
 
 @triton.jit
 def _store(pointer, at, value, mask):
-    """A quiet value; to bfloat16 and float16 by round-to-nearest-even."""
+    """Stores a value whose NaNs are quiet; to bfloat16 and float16 by round-to-nearest-even."""
     if pointer.dtype.element_ty == tl.uint16:
         bits = value.to(tl.uint32, bitcast=True)
         value = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
@@ -72,7 +74,7 @@ def _store(pointer, at, value, mask):
 
 @triton.jit
 def _load_moment(pointer, maps, at, mask):
-    """float32 values of a moment; of bytes reference.dequantized, `maps` as _maps makes them."""
+    """Loads float32 values of a moment; for uint8, as reference.dequantized, with `maps` from _maps."""
     if pointer.dtype.element_ty == tl.uint8:
         block = pointer + (at // QUANTIZED) * (QUANTIZED + 4)
         scale = tl.load(block, mask=mask, other=0).to(tl.uint32)
@@ -87,15 +89,15 @@ def _load_moment(pointer, maps, at, mask):
 
 @triton.jit
 def _store_moment(pointer, maps, at, value, mask, n, BLOCK: tl.constexpr):
-    """reference.quantized where the moment is bytes."""
+    """Stores a moment; for uint8, as reference.quantized."""
     if pointer.dtype.element_ty == tl.uint8:
         magnitude = tl.where(mask, value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.int32)
         most = tl.max(tl.reshape(magnitude, (BLOCK // QUANTIZED, QUANTIZED)), axis=1)
         wide = tl.reshape(tl.broadcast_to(most[:, None], (BLOCK // QUANTIZED, QUANTIZED)), (BLOCK,))
         is_finite = wide < 0x7F800000
-        divisor = tl.where(is_finite & (wide > 0), wide, 0x3F800000)  # 1 where there is no scale
+        divisor = tl.where(is_finite & (wide > 0), wide, 0x3F800000)  # 1 if the scale is 0 or not finite
         fraction = tl.div_rn(value, divisor.to(tl.float32, bitcast=True))
-        position = tl.zeros((BLOCK,), tl.int32)  # how many borders are below
+        position = tl.zeros((BLOCK,), tl.int32)  # the number of borders below the fraction
         for index in tl.static_range(8):
             border = tl.load(maps + 256 + position + (127 >> index))
             position += tl.where(border < fraction, 128 >> index, 0)
@@ -112,7 +114,7 @@ def _store_moment(pointer, maps, at, value, mask, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _join(weights, lower, carries, at, mask):
-    """Masters of their bfloat16 weights and what these do not say: master_halves.join."""
+    """Joins masters from their bfloat16 weights and the bits that these lack: master_halves.join."""
     weight = tl.load(weights + at, mask=mask, other=0).to(tl.uint32)
     octet = tl.load(carries + (at >> 3), mask=mask, other=0).to(tl.uint32)
     carry = (octet >> (at & 7).to(tl.uint32)) & 1
@@ -122,7 +124,8 @@ def _join(weights, lower, carries, at, mask):
 
 @triton.jit
 def _split(lower, carries, at, value, mask, n, BLOCK: tl.constexpr):
-    """What the bfloat16 weight of a quiet value does not say, eight carries a byte: master_halves.split."""
+    """Stores the bits of a value that its bfloat16 weight lacks, eight carries per byte: master_halves.split. NaNs must
+    be quiet."""
     bits = value.to(tl.uint32, bitcast=True)
     tl.store(lower + at, (bits & 0xFFFF).to(tl.uint16), mask=mask)
     carry = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) - (bits >> 16)
@@ -134,7 +137,7 @@ def _split(lower, carries, at, value, mask, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sign(value):
-    """1 above 0, -1 below; a zero or a NaN is its own sign."""
+    """Returns 1 above 0 and -1 below; a zero or a NaN is returned as it is."""
     return tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, value))
 
 
@@ -164,8 +167,8 @@ def update_kernel(  # noqa: PLR0913, PLR0917
     IS_SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One update in place: csrc/include/spillway.h, spillway_rule, line by line. If IS_SPLIT, `master` is the lower
-    halves of masters whose weights are in `out`. `maps`: of moments that are bytes."""
+    """One update in place, as csrc/include/spillway.h defines it at spillway_rule, line by line. If IS_SPLIT, `master`
+    holds the lower halves of masters whose weights are in `out`. `maps` is used for uint8 moments only."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     g = gradient_scale * _load(gradient, at, mask)
@@ -211,7 +214,8 @@ def accumulate_kernel(accumulator, gradient, n, FIRST: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def square_sum_kernel(values, words, n, BLOCK: tl.constexpr):
-    """words += the digits of the exact squares of finite values; the last word counts the others. Integers only."""
+    """Adds the digits of the exact squares of finite values to `words`; the last word counts the other values. All
+    arithmetic is on integers."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     bits = _load(values, at, mask).to(tl.uint32, bitcast=True).to(tl.int64)
@@ -219,7 +223,7 @@ def square_sum_kernel(values, words, n, BLOCK: tl.constexpr):
     fraction = bits & 0x7FFFFF
     mantissa = tl.where(biased > 0, fraction | 0x800000, fraction)
     mantissa = tl.where(mask & (biased < 255), mantissa, 0)
-    shift = 2 * (tl.maximum(tl.minimum(biased, 254), 1) - 1)  # of the square, below 508
+    shift = 2 * (tl.maximum(tl.minimum(biased, 254), 1) - 1)  # exponent of the square, below 508
     digit = shift >> 5
     square = mantissa * mantissa  # below 2^48
     lower = (square & 0xFFFFFFFF) << (shift & 31)
@@ -241,8 +245,9 @@ def square_sum_kernel(values, words, n, BLOCK: tl.constexpr):
 
 
 def square_sum(values: Tensor) -> Tensor:
-    """Rows of NUM_WORDS integers on the device of `values`, a flat tensor of one of TYPES, on its current stream: what
-    reference.square_sum_of_words reads once they are complete. Order cannot matter: integers are added."""
+    """Returns rows of NUM_WORDS integers on the device of `values`, a flat tensor of one of TYPES, on its current
+    stream. reference.square_sum_of_words reads them once they are complete. Integers are added, so the order does not
+    matter."""
     _check("values", values, values.numel(), values.device, *TYPES)
     parts = torch.split(values, LONGEST_SUM)
     words = torch.zeros(len(parts), NUM_WORDS, dtype=torch.int64, device=values.device)
@@ -282,7 +287,8 @@ def _launch(
     out: Tensor | None,
     carries: Tensor | None,
 ) -> None:
-    """`carries`: of masters whose lower halves `master` is; none = they are whole."""
+    """Launches `update_kernel`. `carries`: those of masters whose lower halves are in `master`; None: `master` is
+    whole."""
     n, moment_type = master.numel(), moments[0].dtype
     elements = kept_elements(n, moment_type)
     _check(scalars.rule.moments[0], moments[0], elements, master.device, torch.float32, torch.bfloat16, torch.uint8)
@@ -321,11 +327,11 @@ def _launch(
 
 @cache
 def _maps(rule: UpdateRule, device: torch.device) -> Tensor:
-    """Of each moment 512 numbers: those of the codes in order, 255 borders, the position of 0."""
+    """Returns 512 numbers per moment: the values of the codes in order, 255 borders, and the position of 0."""
     by = [MAPS[kind in UNSIGNED_MOMENTS] for kind in rule.moments]
     parts = [part for one in by for part in (one.values.roll(-one.zero), one.borders, torch.tensor([float(one.zero)]))]
     found = torch.cat(parts).to(device)
-    found[0].item()  # it is there: every stream may use it from now on
+    found[0].item()  # waits for the copy, so that every stream may use it from now on
     return found
 
 

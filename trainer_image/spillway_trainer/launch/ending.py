@@ -1,7 +1,8 @@
-"""Determines from the endings of its ranks how a pod ended. Pure.
+"""Determines how a pod ended from the ends of its ranks. Pure.
 
-The first rank that failed of its own accord is the cause. Passed over, as long as there is another: a rank that only
-noticed that a peer was gone ("follower": true in its termination message), and one that the launcher stopped.
+The first rank that failed of its own accord is the cause. As long as there is such a rank, three kinds are passed over:
+a rank that only noticed that a peer was gone ("follower": true in its termination message), one that torch ended
+because it waited for a peer in NCCL, and one that the launcher stopped.
 """
 
 from __future__ import annotations
@@ -26,43 +27,50 @@ class RankEnd:
 
     rank: int
     status: int
-    """From waitpid."""
+    """As waitpid returned it."""
     message: bytes = b""
     """Its termination message; empty if it left none."""
     stopped: bool = False
-    """Stopped by the launcher, because another rank had ended and this one had not."""
+    """Whether the launcher stopped it, because another rank had ended and this one had not."""
     asked: bool = False
-    """The launcher was asked to stop, and had passed that on."""
+    """Whether the launcher had been asked to stop, and had passed that on."""
     last_line: str = ""
-    """Of its output."""
+    """Last line of its output."""
+    waited_in_nccl: bool = False
+    """Whether torch's NCCL group reported something in its output, and CUDA no error."""
     is_script: bool = False
-    """It ends as it likes when it is asked to stop: done or not, it is run again."""
+    """Whether it is a script, which ends as it likes when it is asked to stop: done or not, it is run again."""
 
     @property
     def signal_number(self) -> int:
-        """0 when it exited."""
+        """The signal that killed it; 0 if it exited."""
         return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else 0
 
     @property
     def stopped_early(self) -> bool:
-        """It died of the request to stop: it could not listen to it (yet, or any more), and saved nothing for it. A
-        script may have saved."""
+        """Whether it died of the request to stop: it could not handle the request (yet, or any more), and saved
+        nothing. Also true for a script that exited after the request; it may have saved."""
         return self.asked and (self.signal_number == signal.SIGTERM or (self.is_script and not self.signal_number))
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports it: 128 + number for a signal."""
+        """As a shell reports it, 128 + number for a signal; that of a preemption if it was stopped early."""
         if self.stopped_early:
             return ExitCode.PREEMPTED
         return 128 + self.signal_number if self.signal_number else os.WEXITSTATUS(self.status)
 
     @property
     def follows(self) -> bool:
-        """It failed, but only because another rank had."""
-        return self.stopped or self._said().get("follower") is True
+        """Whether it failed only because another rank had."""
+        return self.stopped or self._was_waiting or self._said().get("follower") is True
+
+    @property
+    def _was_waiting(self) -> bool:
+        """Whether torch's watchdog ended it, because an exchange through NCCL failed or took too long."""
+        return self.signal_number == signal.SIGABRT and self.waited_in_nccl and not self._said()
 
     def termination(self) -> bytes:
-        """The rank's own JSON when it speaks of this end, else what is known of a crash."""
+        """Returns the rank's own JSON if it is about this end, else what is known about the crash."""
         said = self._said()
         if said.get("exitCode") == self.exit_code and len(self.message) <= LONGEST_TERMINATION:
             return self.message
@@ -82,6 +90,11 @@ class RankEnd:
             return f"rank {self.rank} was stopped by SIGTERM{'' if self.is_script else ' before it could save'}"
         if self.stopped:
             return f"rank {self.rank} was stopped because another rank had ended"
+        if self._was_waiting:
+            return (
+                f"another rank ended, or exceeded the time limit, while rank {self.rank} waited for it in NCCL; read "
+                "the logs of the other ranks"
+            )
         if self.signal_number:
             return f"rank {self.rank} was killed by {signal_name(self.signal_number)}{self._last_words()}"
         return f"rank {self.rank} exited with code {self.exit_code}{self._last_words()}"
@@ -94,7 +107,7 @@ class RankEnd:
 
 
 def decisive(ends: Sequence[RankEnd]) -> RankEnd:
-    """The end that is the pod's, of at least one in the order in which the ranks ended."""
+    """Returns the end that is the pod's. `ends`: at least one, in the order in which the ranks ended."""
     failed = [end for end in ends if end.exit_code != ExitCode.COMPLETED]
     causes = [end for end in failed if not end.follows]
     if failed:

@@ -40,38 +40,38 @@ DEFAULT_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun does: a lost peer is an error, not a hang
     "PYTHONUNBUFFERED": "1",  # a killed rank's last lines are the ones that are wanted
 }
-"""Unless the launcher's environment sets them."""
+"""Set for the ranks unless the launcher's environment sets them."""
 NODE_RANK_VARIABLE = "JOB_COMPLETION_INDEX"
 """Set by Kubernetes in the pods of an Indexed Job."""
 METRICS_PORT_VARIABLE = "SPILLWAY_METRICS_PORT"
 TERMINATION_VARIABLE = "SPILLWAY_TERMINATION_PATH"
 CHECKPOINT_VARIABLE, SPILL_VARIABLE = "SPILLWAY_CHECKPOINT_DIRECTORY", "SPILLWAY_SPILL_DIRECTORY"
-"""Of scripts: what stays when the pod ends, if the job has a claim; and the spill volume."""
+"""Variables for scripts: the directory that outlives the pod, if the job has a claim, and the spill volume."""
 POD_TERMINATION_PATH = Path("/dev/termination-log")
 
 FOLLOW_SECONDS = 10.0
-"""After a failure the other ranks may end by themselves for so long: they notice that a peer is gone."""
+"""Seconds that the other ranks have to end by themselves after a failure: they notice that a peer is gone."""
 COMMIT_SECONDS = 120.0
-"""After a rank that has completed or was preempted: the others are committing the same checkpoint."""
+"""The same after a rank has completed or was preempted: the others are committing the same checkpoint."""
 STOP_SECONDS = 10.0
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 DRAIN_SECONDS = 2.0
-"""For the last lines of the ranks' output."""
+"""Seconds to wait for the last lines of the ranks' output."""
 POLL_SECONDS = 1.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 TRAINER = (sys.executable, "-P", "-m", "spillway_trainer")
-"""-P: what lies in the current directory must not shadow a module of ours or of Python's"""
+"""-P: files in the current directory must not shadow modules of ours or of Python's."""
 
 
 LOWEST = {"epoch": 1, "metrics_port": 1, "num_nodes": 1, "ranks_per_node": 1, "master_port": 0}
-"""Least values of a layout's numbers; the other fields are text."""
+"""Least values of the numbers in LaunchSettings; its other fields are text."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """What the launcher needs of job.json. A test holds names and defaults equal to JobFile's, whose import would cost
-    16 MB."""
+    """What the launcher needs of job.json. A test keeps names and defaults equal to those of JobFile, whose import
+    would cost 16 MB."""
 
     name: str
     epoch: int
@@ -88,7 +88,7 @@ class LaunchSettings:
 
 
 def read_layout(path: Path) -> LaunchSettings:
-    """Raises UserError when there is no job.json, or one that does not say what is needed here; the ranks check the
+    """Reads job.json. Raises UserError if it is missing, or does not say what is needed here; the ranks check the
     rest."""
     try:
         content = json.loads(path.read_bytes())
@@ -119,8 +119,8 @@ def read_layout(path: Path) -> LaunchSettings:
 
 
 def read_script(path: Path) -> list[str]:
-    """The command of a job that runs a script, whose directories become variables of this process and of its ranks;
-    empty: the job has none. The file was read before."""
+    """Returns the command of a job that runs a script; empty if the job has none. Sets the script's directories as
+    variables of this process, which its ranks inherit. The file has been read before."""
     content = json.loads(path.read_bytes())
     command = (content.get("spec") or {}).get("command") or []
     if command:
@@ -131,12 +131,12 @@ def read_script(path: Path) -> list[str]:
 
 
 def expanded(argument: str, variables: Mapping[str, str]) -> str:
-    """As Kubernetes does: $(NAME) is the variable if there is one, $$ is $."""
+    """Expands variables as Kubernetes does: $(NAME) is the variable if there is one, $$ is $."""
     return re.sub(r"\$(?:\$|\((\w+)\))", lambda found: variables.get(found[1], found[0]) if found[1] else "$", argument)
 
 
 def is_wanted(name: str, value: object) -> bool:
-    """Whether `value` can be the field `name` of a Layout."""
+    """Whether `value` is possible for the field `name` of LaunchSettings."""
     if name in LOWEST:
         return isinstance(value, int) and not isinstance(value, bool) and value >= LOWEST[name]
     return isinstance(value, str) and value != ""
@@ -147,7 +147,7 @@ def wanted_of(name: str) -> str:
 
 
 def node_rank(layout: LaunchSettings, environment: Mapping[str, str]) -> int:
-    """Raises UserError for an index that the job has no node for."""
+    """Returns the number of this node. Raises UserError for an index for which the job has no node."""
     text = environment.get(NODE_RANK_VARIABLE, "0")
     if not text.isdecimal() or int(text) >= layout.num_nodes:
         raise UserError(
@@ -158,7 +158,7 @@ def node_rank(layout: LaunchSettings, environment: Mapping[str, str]) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Free ports of 127.0.0.1; all are held until the last is found, so that no two are the same."""
+    """Returns free ports of 127.0.0.1; all are held until the last is found, so that no two are the same."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -167,7 +167,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def torchrun_variables(layout: LaunchSettings, node: int, local_rank: int, master_port: int) -> dict[str, str]:
-    """The variables that torchrun sets for its workers, so that any script for it runs here."""
+    """Returns the variables that torchrun sets for its workers, so that any script for torchrun runs here."""
     rank = node * layout.ranks_per_node + local_rank
     return {
         "RANK": str(rank),
@@ -194,7 +194,7 @@ class RankStart:
 
     rank: int
     environment: dict[str, str]
-    """In addition to the launcher's own."""
+    """Variables in addition to the launcher's own."""
 
     @property
     def termination_path(self) -> Path:
@@ -202,7 +202,7 @@ class RankStart:
 
 
 def plan_ranks(layout: LaunchSettings, node: int, scratch: Path) -> list[RankStart]:
-    """The ranks of one node; their termination messages go below `scratch`."""
+    """Returns how to start the ranks of one node; their termination messages are written below `scratch`."""
     free_master_port, *metrics_ports = free_ports(1 + layout.ranks_per_node)
     starts = []
     for local_rank in range(layout.ranks_per_node):
@@ -215,17 +215,17 @@ def plan_ranks(layout: LaunchSettings, node: int, scratch: Path) -> list[RankSta
 
 
 def rank_command(program: Sequence[str]) -> list[str]:
-    """`program` as a child that dies with this process."""
+    """Returns the command that runs `program` as a child that dies with this process."""
     return [sys.executable, "-P", "-m", "spillway_trainer.launch.rank", str(os.getpid()), *program]
 
 
 @dataclass(slots=True)
 class LaunchedRanks:
-    """The ranks of this node, from their start to the last one's end."""
+    """The ranks of this node, from their start to the end of the last one."""
 
     program: Sequence[str]
     is_script: bool = False
-    """Whether nobody but its output says how a rank failed."""
+    """Whether the ranks run a script, so that only its output says how a rank failed."""
     running: dict[int, RankStart] = field(default_factory=dict)
     """By process id."""
     ends: list[RankEnd] = field(default_factory=list)
@@ -239,7 +239,7 @@ class LaunchedRanks:
     """Process groups of a script's ranks that were asked to stop."""
 
     def start(self, starts: Sequence[RankStart]) -> None:
-        """Raises OSError when the system has no room for another process."""
+        """Starts all ranks. Raises OSError if the system has no room for another process."""
         for start in starts:
             prefix = f"[rank {start.rank}] " if len(starts) > 1 else ""
             piped = len(starts) > 1 or self.is_script
@@ -256,7 +256,7 @@ class LaunchedRanks:
         return any(start.rank == rank for start in list(self.running.values()))
 
     def reap(self) -> None:
-        """Bury every process that ended; those that are no ranks are orphans that came to PID 1."""
+        """Reaps every process that has ended; those that are no ranks are orphans that PID 1 has inherited."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -269,18 +269,18 @@ class LaunchedRanks:
                 self.ends.append(self._end(start, status))
 
     def signal(self, number: int) -> None:
-        """Every rank that runs; SIGKILL takes its children along, and so does every signal to a script, which may be a
-        shell that waits for the program that saves."""
+        """Signals every running rank. SIGKILL reaches its children, too, and so does every signal to a script, which
+        may be a shell that waits for the program that saves."""
         for pid in self.running:
             if number == signal.SIGKILL or not self.is_script:
                 os.kill(pid, number)
             if number == signal.SIGKILL or self.is_script:
-                with suppress(ProcessLookupError):  # it left its group
+                with suppress(ProcessLookupError):  # the rank left its group
                     os.killpg(pid, number)
                     self._groups.add(pid)
 
     def still_saves(self) -> bool:
-        """Whether a script was asked to stop, and programs that it had started go on."""
+        """Whether a script was asked to stop, and programs that it started are still running."""
         for group in tuple(self._groups):
             try:
                 os.killpg(group, 0)
@@ -299,7 +299,7 @@ class LaunchedRanks:
             command,
             variables,
             file_actions=[*actions, *copies],
-            setpgroup=0,  # a terminal's Ctrl-C reaches us alone; we pass it on
+            setpgroup=0,  # a terminal's Ctrl-C reaches only the launcher, which passes it on
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
         )
 
@@ -312,7 +312,8 @@ class LaunchedRanks:
 
 
 class Wakeups:
-    """Signals as something to wait for: SIGCHLD, and requests to stop. Handlers only note; the loop acts."""
+    """Turns signals into something to wait for: SIGCHLD, and requests to stop. Handlers only note them; the loop
+    acts."""
 
     def __init__(self) -> None:
         self.stop_requested = False
@@ -334,7 +335,7 @@ class Wakeups:
             os.close(self._write)
 
     def wait(self, seconds: float) -> None:
-        """Until a signal comes, or that long."""
+        """Waits for a signal, at most `seconds`."""
         if select.select([self._read], [], [], seconds)[0]:
             os.read(self._read, 4096)
 
@@ -343,7 +344,7 @@ class Wakeups:
 
 
 def supervise(ranks: LaunchedRanks, wakeups: Wakeups) -> None:
-    """Until every rank has ended: by itself, on request, or because another one failed."""
+    """Waits until every rank has ended: by itself, on request, or because another one failed."""
     stop_at = kill_at = float("inf")
     while True:
         ranks.reap()
@@ -364,8 +365,8 @@ def supervise(ranks: LaunchedRanks, wakeups: Wakeups) -> None:
 
 
 def patience(ends: Sequence[RankEnd]) -> float:
-    """Seconds that the ranks still running get after those ends; as long as none has ended, all the time they want. So
-    do those of a script of which others are done: rank 0 may evaluate for long."""
+    """Returns how many seconds the ranks that still run may continue after these ends: without limit as long as none
+    has ended, or if other ranks of a script are done, because its rank 0 may evaluate for long."""
     codes = {end.exit_code for end in ends if not end.stopped_early}
     if any(end.stopped_early for end in ends) or codes - {ExitCode.COMPLETED, ExitCode.PREEMPTED}:
         return FOLLOW_SECONDS
@@ -375,10 +376,10 @@ def patience(ends: Sequence[RankEnd]) -> float:
 def launch(
     layout: LaunchSettings, program: Sequence[str], node: int, wakeups: Wakeups, *, is_script: bool = False
 ) -> RankEnd:
-    """Run the ranks of one node to their end, which is the pod's.
+    """Run the ranks of one node to their end, and return the one that is the pod's.
 
-    Raises UserError when the metrics port cannot be had, OSError when a rank cannot be started (those that were die
-    with the launcher).
+    Raises UserError if the metrics port cannot be opened, OSError if a rank cannot be started (ranks that were started
+    die with the launcher).
     """
     scratch = Path(tempfile.mkdtemp(prefix="spillway-ranks-"))
     ranks = LaunchedRanks(program, is_script)
@@ -390,8 +391,10 @@ def launch(
         ranks.start(starts)
         supervise(ranks, wakeups)
         ranks.output.finish(DRAIN_SECONDS)
-        end = decisive(ranks.ends)
-        return replace(end, last_line=ranks.output.last_lines.get(end.rank, ""))
+        output = ranks.output
+        waited = output.of_nccl - output.of_device
+        end = decisive([replace(end, waited_in_nccl=end.rank in waited) for end in ranks.ends])
+        return replace(end, last_line=output.last_lines.get(end.rank, ""))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -402,7 +405,7 @@ def main(arguments: list[str], program: Sequence[str] = TRAINER) -> int:
         return ExitCode.USER_ERROR
     directory = Path(arguments[0])
     path = POD_TERMINATION_PATH if POD_TERMINATION_PATH.is_file() else None
-    with Wakeups().listening() as wakeups:  # first of all: PID 1 without a handler never hears of SIGTERM
+    with Wakeups().listening() as wakeups:  # first of all: without a handler, PID 1 ignores SIGTERM
         try:
             layout = read_layout(directory / "job.json")
             path = Path(layout.termination_message_path)
@@ -418,8 +421,8 @@ def main(arguments: list[str], program: Sequence[str] = TRAINER) -> int:
 
 
 def not_launched(error: Exception) -> tuple[int, bytes]:
-    """Exit code and termination message if no rank ran: the job is wrong, the system refused a process, or the launcher
-    failed."""
+    """Returns exit code and termination message if no rank ran: the job is wrong, the system refused a process, or the
+    launcher failed."""
     ending = Ending(RANK_CRASHED, CRASHED, f"the launcher failed: {type(error).__name__}: {error}")
     if isinstance(error, UserError):
         ending = Ending(error.exit_code.reason, error.exit_code, str(error))
@@ -432,7 +435,8 @@ def not_launched(error: Exception) -> tuple[int, bytes]:
 
 
 def write_message(path: Path, message: bytes) -> None:
-    """Writes in place: in a pod the path is a mounted file. Best effort, because the exit code says the same."""
+    """Writes in place, because in a pod the path is a mounted file. An error is only reported: the exit code says the
+    same."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(message)

@@ -19,25 +19,25 @@ from spillway.metrics import JOB_LABEL, RANK_LABEL, RANK_UP
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ANSWER_SECONDS = 1.5
-"""For all ranks together: Prometheus waits for 10 s, the test bed's for 2 s."""
+"""Seconds for all ranks together: Prometheus waits 10 s for an answer, the test bed's Prometheus 2 s."""
 LONGEST_EXPOSITION = 4 << 20
-"""Bytes that one rank may answer."""
+"""Most bytes of one rank's answer."""
 CLIENT_SECONDS = 10.0
-"""For a client that connects and sends nothing."""
+"""Seconds that a client may send nothing after it has connected."""
 
 
 @dataclass(slots=True)
 class MetricFamily:
-    """One metric: its comments once, the samples of every rank."""
+    """One metric: its comments once, and the samples of every rank."""
 
     comments: dict[str, str] = field(default_factory=dict)
-    """HELP, TYPE -> the line"""
+    """HELP or TYPE -> the line."""
     samples: dict[str, str] = field(default_factory=dict)
     """Name and labels -> the line."""
 
 
 def merge(expositions: Mapping[int, str]) -> str:
-    """The ranks' answers as one exposition; a series that two of them have is kept once, from the lower rank."""
+    """Merges the ranks' answers into one exposition; a series that two ranks have is kept once, from the lower rank."""
     families: dict[str, MetricFamily] = {}
     for _, text in sorted(expositions.items()):
         name = ""
@@ -62,7 +62,7 @@ def series_of(sample: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankMetrics:
-    """The ranks' own ports, asked at the same time."""
+    """The ranks' own ports, which are asked at the same time."""
 
     job: str
     ports: Mapping[int, int]
@@ -70,7 +70,7 @@ class RankMetrics:
     is_running: Callable[[int], bool]
 
     def exposition(self) -> str:
-        """What the ranks that answer in time say, and which of them did."""
+        """Returns what the ranks that answer in time say, and which ranks these are."""
         answers: dict[int, str] = {}
         threads = [
             threading.Thread(target=self._ask, args=(rank, answers), daemon=True)
@@ -124,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """A scrape is no event."""
+        """Logs nothing: a scrape is no event."""
 
 
 class Server(ThreadingHTTPServer):
@@ -135,15 +135,15 @@ class Server(ThreadingHTTPServer):
         self.metrics = metrics
 
     def server_bind(self) -> None:
-        """Without the reverse lookup of the host's name, which HTTPServer adds and a broken DNS delays."""
+        """Binds without the reverse lookup of the host's name, which HTTPServer adds and a broken DNS delays."""
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is no event either."""
+        """Logs nothing: a client that went away is no event either."""
 
 
 def serve(port: int, metrics: RankMetrics) -> Server:
-    """Answer on `port` from a daemon thread. Raises UserError when the port cannot be had."""
+    """Answers on `port` from a daemon thread. Raises UserError if the port cannot be opened."""
     try:
         server = Server(port, metrics)
     except (OSError, OverflowError) as error:

@@ -1,6 +1,6 @@
-"""Forwards the output of ranks by whole lines, those of several prefixed with the rank.
+"""Forwards the output of ranks in whole lines. If there are several ranks, each line is prefixed with its rank.
 
-A thread reads and writes, so that a reader who is slow makes the ranks wait and never the launcher.
+A thread reads and writes, so that a slow reader makes the ranks wait, but never the launcher.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ class Stream:
     target: int
     prefix: bytes
     begun: bytes = b""
-    """A line without its end so far."""
+    """Beginning of a line whose end has not come yet."""
+
+
+OF_NCCL, OF_DEVICE = (b"ProcessGroupNCCL",), (b"CUDA error", b"Cuda failure")
+"""in torch's messages"""
 
 
 @dataclass(slots=True)
@@ -35,11 +39,14 @@ class PrefixedOutput:
 
     streams: list[Stream] = field(default_factory=list)
     last_lines: dict[int, str] = field(default_factory=dict)
-    """Rank -> the last line that is not empty."""
+    """Rank -> its last line that is not empty."""
+    of_nccl: set[int] = field(default_factory=set)
+    of_device: set[int] = field(default_factory=set)
+    """Ranks in whose output torch's NCCL group reports something, and those whose output has an error of CUDA."""
     _thread: threading.Thread | None = None
 
     def pipe(self, rank: int, target: int, prefix: str) -> int:
-        """The writing end for a stream of `rank`; the caller closes it when the rank has it."""
+        """Returns the writing end for a stream of `rank`; the caller closes it once the rank has it."""
         source, sink = os.pipe()
         self.streams.append(Stream(rank, source, target, prefix.encode()))
         return sink
@@ -49,7 +56,7 @@ class PrefixedOutput:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Wait for what is still in the pipes; a child of a rank may hold one open for longer than that."""
+        """Waits at most `seconds` for what is still in the pipes; a child of a rank may hold one open for longer."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -65,17 +72,20 @@ class PrefixedOutput:
                         os.close(stream.source)
 
     def _pass_on(self, stream: Stream, content: bytes) -> bool:
-        """Write the lines that are whole by now; False at the stream's end."""
+        """Writes the lines that are complete by now; returns False at the stream's end."""
         lines, stream.begun = cut(stream.begun + content, ended=not content)
         if said := [line for line in lines if line.strip()]:
             self.last_lines[stream.rank] = said[-1].decode(errors="replace").strip()
+        for ranks, marks in ((self.of_nccl, OF_NCCL), (self.of_device, OF_DEVICE)):
+            if any(mark in line for mark in marks for line in said):
+                ranks.add(stream.rank)
         write_all(stream, b"".join(stream.prefix + line + b"\n" for line in lines))
         return bool(content)
 
 
 def cut(content: bytes, ended: bool) -> tuple[list[bytes], bytes]:
-    """Whole lines of at most LONGEST_LINE bytes, and the beginning of the next one (nothing when the stream ended). A
-    carriage return, with which progress bars begin again, ends a line, too."""
+    """Returns whole lines of at most LONGEST_LINE bytes, and the beginning of the next line (empty if the stream has
+    ended). A carriage return, with which progress bars begin again, ends a line, too."""
     *whole, rest = content.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
     lines = [line[at : at + LONGEST_LINE] for line in whole for at in range(0, len(line) or 1, LONGEST_LINE)]
     while len(rest) > LONGEST_LINE or (ended and rest):
@@ -88,7 +98,7 @@ def write_all(stream: Stream, content: bytes) -> None:
     while content and stream.target >= 0:
         try:
             content = content[os.write(stream.target, content) :]
-        except BlockingIOError:  # whoever shares our stdout may have made it non-blocking
+        except BlockingIOError:  # a process that shares our stdout may have made it non-blocking
             select.select([], [stream.target], [])
         except BrokenPipeError:
             stream.target = -1

@@ -2,9 +2,9 @@
 
     python -P -m spillway_trainer.launch.rank LAUNCHER_PID PROGRAM ARGUMENT ...
 
-Inside a pod the kernel kills everything when PID 1 goes. Elsewhere a launcher that is killed with SIGKILL would leave
-ranks behind that train on, hold the cores and wait for one another. The request outlives exec, needs no thread in the
-rank, and works for any program.
+Inside a pod, the kernel kills everything when PID 1 ends. Elsewhere, a launcher that is killed with SIGKILL would leave
+ranks behind that continue to train, hold the cores and wait for one another. The request to the kernel outlives exec,
+needs no thread in the rank, and works for any program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends; the parent that ended before we could ask counts, too."""
+    """Asks the kernel for SIGKILL when the parent ends, or sends it at once if the parent has ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,14 +1,14 @@
 """model_spill: segments whose parameters live in host memory or on NVMe and pass through a few device slots.
 
     layout.py               where each parameter of a streamed segment lies, and what is refused
-    homes.py                its values between uses: a host buffer, or extents of the spill file
-    slots.py                device memory that segments take in turn; parameters are bound to it while they are there
-    streamed_parameters.py  saved parameters by name, wherever their segment is by then; the prefetch
-    weight_stationary.py    a step segment by segment, all micro-batches at a time
-    boundaries.py           what segments hand on meanwhile
-    spill.py                a plan's part of it, wired
+    homes.py                the segment's values between uses: a host buffer, or extents of the spill file
+    slots.py                device memory that segments use in turn; parameters are bound to it while they are loaded
+    streamed_parameters.py  finds saved parameters by name, wherever their segment is by then; prefetches segments
+    weight_stationary.py    runs a step segment by segment, all micro-batches at a time
+    boundaries.py           outputs of segments, kept until the next segment needs them
+    spill.py                assembles these parts from a plan
 
-After Hydra (arXiv 2110.08633), whose double buffer and fused turn these are; docs/model-spill.md says what differs.
+After Hydra (arXiv 2110.08633), which has the double buffer and the fused turn; docs/model-spill.md says what differs.
 """
 
 from .boundaries import Boundaries

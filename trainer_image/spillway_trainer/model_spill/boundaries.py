@@ -1,8 +1,8 @@
 """Boundaries: outputs of segments for all micro-batches, kept between one segment's pass and the next.
 
-On the device, or through the activation store: out after the pass that made it, in before the next segment's forward,
-out again. What that segment saves of it for backward is the same record: it is copied once, and loaded once for each
-direction.
+An output stays on the device, or goes through the activation store: out after the pass that made it, in before the next
+segment's forward, and out again. What that segment saves of it for backward is the same record, so it is copied out
+once, and loaded once for each direction.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ class Boundary:
         self.requires_grad = requires_grad
 
     def tensor(self) -> Tensor:
-        """The values, without history."""
+        """The values, without autograd history."""
         assert self._handle is not None, "the pass that needs it is over"
         return self._handle.tensor()
 
     def prefetch(self) -> None:
-        """The next segment's forward comes to it soon."""
+        """Submits the reload: the next segment's forward needs the tensor soon."""
         if self._handle is not None and not isinstance(self._handle, KeptTensor):
             self._handle.prefetch()
 
     def leave(self) -> Callable[[], None]:
-        """The next segment's forward is done with it. Returns what brings it back for backward, where that needs it."""
+        """Called when the next segment's forward is done with it. Returns what brings it back for backward, if backward
+        needs it."""
         handle, self._handle = self._handle, None
         return handle.unload() if handle is not None and not isinstance(handle, KeptTensor) else nothing
 
@@ -45,7 +46,7 @@ def nothing() -> None:
 
 
 class Boundaries:
-    """Where boundaries wait: `answer` is keep, host or nvme."""
+    """Takes over the outputs of segments. `answer` (keep, host or nvme) says where they wait."""
 
     def __init__(self, answer: Policy, store: ActivationStore, ledger: DeviceLedger) -> None:
         self._answer = answer
@@ -53,7 +54,7 @@ class Boundaries:
         self._ledger = ledger
 
     def hold(self, segment: str, outputs: tuple[Tensor, ...]) -> list[Boundary]:
-        """Take over what `segment` returned. The caller drops its tensors."""
+        """Takes over what `segment` returned. The caller drops its tensors."""
         if self._answer is Policy.KEEP:
             return [Boundary(self._keep(segment, output), output.requires_grad) for output in outputs]
         batch = self._store.open(f"{segment}'s output", self._answer)
@@ -62,7 +63,7 @@ class Boundaries:
         return [Boundary(handle, output.requires_grad) for handle, output in zip(handles, outputs, strict=True)]
 
     def given(self, tokens_BT: Tensor) -> list[Boundary]:
-        """What the first segment gets: it stays where it is."""
+        """The input of the first segment, which stays where it is."""
         return [Boundary(self._keep("the data", tokens_BT), requires_grad=False)]
 
     def _keep(self, segment: str, output: Tensor) -> KeptTensor:

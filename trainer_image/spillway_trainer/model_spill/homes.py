@@ -1,11 +1,11 @@
 """Homes: memory of streamed parameters between uses, divided into the optimizer's chunks.
 
-    host   one buffer a segment, laid out as its slot             -h2d-> slot
-    nvme   an extent a segment, every chunk in whole blocks with a checksum
+    host   one buffer per segment, laid out like its slot         -h2d-> slot
+    nvme   one extent per segment, every chunk in whole blocks with a checksum
                                                 -nvme_read-> staging -h2d-> slot
 
-The CPU's update writes a chunk's new values into host memory itself; those on NVMe go through its own staging. Loads
-only read: a segment that was used is dropped, not written back.
+The CPU's update writes a chunk's new values directly into host memory; new values for NVMe go through the update's own
+staging. Loads only read: a segment that was used is dropped, not written back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HostChunk:
     region: Region
     memory: Tensor
     changed: tuple[Event, ...] = ()
-    """Complete when the optimizer's last update of the values is here."""
+    """Complete when the optimizer's last update of the values has arrived here."""
 
     def store(self, staged: Tensor) -> None:
         kernels.copy(self.memory, staged[: self.memory.numel()])
@@ -87,7 +87,7 @@ class Fill(NamedTuple):
 
 
 class Homes:
-    """The homes of all streamed segments. Taken before the first step; raises when a tier is too small."""
+    """The homes of all streamed segments. Allocated before the first step; raises an error when a tier is too small."""
 
     def __init__(
         self, layouts: Mapping[str, SegmentLayout], chunk_parameters: int, lanes: Lanes, nvme: NvmeSlab | None
@@ -97,7 +97,7 @@ class Homes:
         self._chunk_parameters = chunk_parameters
         self._chunks: dict[str, list[Chunk]] = {}
         self._in_host: dict[str, Tensor] = {}
-        """By segment: its own parameters, and where they are in a slot."""
+        """By segment: the host memory of its own parameters, laid out like the start of a slot."""
         for layout in layouts.values():
             if layout.home is Tier.HOST:
                 self._settle_in_host(layout)
@@ -111,7 +111,7 @@ class Homes:
         return self._chunks.get(parameter, ())
 
     def set(self, parameter: str, values: Tensor) -> None:
-        """Put `values`, flat and in the parameter's type, into its homes; returns when they are there."""
+        """Puts `values`, flat and in the parameter's type, into its homes; returns when they are there."""
         source, start, ends = as_bytes(values.contiguous()), 0, list[Event]()
         for chunk in self._chunks[parameter]:
             part = source[start : start + chunk.region.nbytes]
@@ -121,15 +121,15 @@ class Homes:
             event.wait()
 
     def load(self, segment: str, slot: Buffer, after: Sequence[Event]) -> Event:
-        """Submit the copy of a whole segment into `slot`, whose earlier users are complete after `after`, and
-        after the updates of its values.
+        """Submits the copy of a whole segment into `slot`. It runs after `after`, when the slot's earlier users are
+        complete, and after the updates of the segment's values.
 
-        An alias comes from the home of its owner, which is of the same kind.
+        An alias is loaded from the home of its owner, which is in the same tier.
         """
         fills = self._fills[segment]
         changed = [event for fill in fills for event in fill.chunk.changed]
         own = self._in_host.get(segment)
-        if own is not None:  # in one piece
+        if own is not None:  # host memory: the segment's own parameters in one piece
             elsewhere = [fill for fill in fills if fill.offset >= own.numel()]
             aliases = [
                 (fill.part_of(slot.tensor), fill.chunk.memory) for fill in elsewhere if fill.chunk.memory is not None
@@ -218,7 +218,7 @@ class Homes:
         return fills
 
     def _staging_ring(self) -> Ring:
-        """For loads from NVMe: one segment is read while another is copied on."""
+        """The ring for loads from NVMe: one segment is read while another one is copied to its slot."""
         sizes = [
             sum(round_up(fill.nbytes) for fill in fills if isinstance(fill.chunk, NvmeChunk))
             for fills in self._fills.values()
@@ -246,7 +246,7 @@ class Homes:
         return stored
 
     def _fill(self, target: Tensor, values: Tensor, memory: Region, after: Sequence[Event]) -> Event:
-        """Copy `values` into `target`, a part of `memory`."""
+        """Submits the copy of `values` into `target`, a part of `memory`."""
         return self._lanes.submit(
             Lane.CPU,
             partial(kernels.copy, target, values),

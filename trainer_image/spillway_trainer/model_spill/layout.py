@@ -1,8 +1,8 @@
 """Offsets of a streamed segment's parameters, equal in device slots and host homes.
 
-    own parameters in declared order, each on a unit of 512 bytes | to whole pages | aliases of other segments' values
+    own parameters in declared order, each padded to 512 bytes | padding to whole pages | aliases of other parameters
 
-A tied alias has no home: its place in the slot is filled from its owner's.
+A tied alias has no home: its place in the slot is filled from its owner's home.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class SegmentLayout:
     segment: str
     home: Tier
     rows: tuple[SlotRow, ...]
-    """By offset."""
+    """In the order of their offsets."""
     home_bytes: int
     nbytes: int
-    """In a slot."""
+    """Bytes in a slot."""
 
     @property
     def own(self) -> list[SlotRow]:
@@ -77,7 +77,7 @@ def lay_out(model: Chain, segment: str, home: Tier, names: Sequence[str]) -> Seg
 
 
 def check_homes(model: Chain, homes: Sequence[Tier]) -> Mapping[str, Tier]:
-    """The home of each segment, by name. Raises UserError when the model cannot be held so."""
+    """The home of each segment, by name. Raises UserError if the model cannot be placed so."""
     segments = [name for name, _ in model.segments]
     if len(homes) != len(segments):
         raise UserError(

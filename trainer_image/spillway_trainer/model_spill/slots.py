@@ -2,10 +2,12 @@
 
     load     h2d into a slot, after everything that used the slot before
     bind     the compute lane waits for the load; `parameter.data` becomes a view of the slot
-    evict    `parameter.data` becomes a NaN of the same shape; no view may be left; the values are dropped, being clean
+    evict    `parameter.data` becomes a NaN of the same shape; no view may be left; the values are dropped, because
+             their home has them
 
 A parameter that is not bound is NaN, never stale: a stub of one element, expanded, which cannot be written either. Its
-version rises at each eviction, so what autograd saved without our hooks raises instead of reading another segment.
+version rises at each eviction, so a tensor that autograd saved without our hooks raises instead of reading another
+segment's values.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .layout import SegmentLayout
 
 class Load(Protocol):
     def __call__(self, segment: str, slot: Buffer, after: Sequence[Event]) -> Event:
-        """Submit the copy of `segment` into `slot`, not before `after`."""
+        """Submits the copy of `segment` into `slot`, not before `after`."""
 
 
 class Contents(Region):
@@ -45,7 +47,7 @@ class Contents(Region):
 
 
 class Slot:
-    """Device memory of the largest streamed segment."""
+    """Device memory that can hold the largest streamed segment."""
 
     __slots__ = ("_num_uses", "buffer", "free", "is_bound", "loaded", "num_pins", "segment")
 
@@ -61,12 +63,13 @@ class Slot:
 
     @property
     def address(self) -> int:
-        """Of the storage, which lives as long as the run: it never comes to mean another one."""
+        """Address of the storage. The storage lives as long as the run, so the address never comes to mean another
+        one."""
         return self.buffer.tensor.untyped_storage().data_ptr()
 
     @property
     def num_views(self) -> int:
-        """Tensors that share the slot's memory."""
+        """Number of tensors that share the slot's memory."""
         return self._count_uses() - self._num_uses
 
     def _count_uses(self) -> int:
@@ -75,7 +78,7 @@ class Slot:
 
 
 class Slots:
-    """Which segment is in which slot. Least recently used goes first; pinned ones stay."""
+    """Which segment is in which slot. The least recently used one is evicted first; pinned ones stay."""
 
     def __init__(self, layouts: Mapping[str, SegmentLayout], num_slots: int, load: Load, lanes: Lanes) -> None:
         self._layouts = layouts
@@ -87,7 +90,7 @@ class Slots:
         self._by_address = {slot.address: slot for slot in self._recent}
         self._holding: dict[str, Slot] = {}
         self._num_evictions: Counter[str] = Counter()
-        """By parameter: how much of its version is due to evictions."""
+        """By parameter: the part of its version that is due to evictions."""
 
     def at(self, tensor: Tensor) -> Slot | None:
         """The slot whose memory `tensor` shares."""
@@ -97,7 +100,8 @@ class Slots:
         return self._num_evictions[name]
 
     def ensure(self, segment: str) -> Slot:
-        """`segment` in a slot, its parameters bound, and the compute lane after its load. The most recently used."""
+        """Returns the slot of `segment`, loading it if necessary: its parameters are bound, the compute lane runs after
+        the load, and the slot becomes the most recently used."""
         slot = self._holding.get(segment)
         if slot is None:
             slot = self._victim(self._recent)
@@ -119,16 +123,16 @@ class Slots:
         return slot
 
     def prefetch(self, segment: str) -> None:
-        """Start to load `segment`, unless it is here or only the most recently used slot could make room."""
+        """Starts to load `segment`, unless it is loaded or only the most recently used slot could make room."""
         slot = None if segment in self._holding else self._victim(self._recent[:-1])
         if slot is not None:
             self._fill(slot, segment)
             self._recent.remove(slot)
-            self._recent.insert(len(self._recent) - 1, slot)  # next in need, after the one in use
+            self._recent.insert(len(self._recent) - 1, slot)  # needed next, after the one in use
 
     @contextmanager
     def pinned(self, segment: str) -> Iterator[Slot]:
-        """`segment` stays in its slot."""
+        """Inside, `segment` stays in its slot."""
         slot = self.ensure(segment)
         slot.num_pins += 1
         try:
@@ -137,14 +141,14 @@ class Slots:
             slot.num_pins -= 1
 
     def clear(self) -> None:
-        """Wait for every load, then evict every segment: the homes may change."""
+        """Waits for every load, then evicts every segment, so that the homes may change."""
         for slot in list(self._holding.values()):
             assert slot.loaded is not None
             slot.loaded.wait()
             self._evict(slot)
 
     def _victim(self, slots: Sequence[Slot]) -> Slot | None:
-        """An empty slot of `slots`, or the one used longest ago."""
+        """The slot of `slots` to fill next: an empty one, or the least recently used; None if all are pinned."""
         unpinned = [slot for slot in slots if not slot.num_pins]
         return min(unpinned, key=lambda slot: slot.segment is not None, default=None)
 
@@ -161,7 +165,7 @@ class Slots:
         assert slot.loaded is not None
         del self._holding[segment]
         slot.segment = None
-        # A prefetch that nobody came for is not known to the compute lane.
+        # The compute lane does not know of a segment that was prefetched but never bound.
         slot.free = (self._lanes.computed() if slot.is_bound else slot.loaded,)
         if slot.is_bound:
             slot.is_bound = False
@@ -174,7 +178,7 @@ class Slots:
             increment_version(row.parameter)
             self._num_evictions[row.name] += 1
         if slot.num_views and slot.loaded is not None:
-            slot.loaded.wait()  # on streams, where compute waits and not the host, the load's own views last until then
+            slot.loaded.wait()  # on streams only compute waited: the load's own views last until it is complete
         if slot.num_views:
             raise RuntimeError(
                 f"segment {segment}: {slot.num_views} view(s) of its parameters still exist after its forward or "

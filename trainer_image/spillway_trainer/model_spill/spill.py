@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class ModelSpill:
-    """The technique, attached. To the optimizer it is the homes of its chunks."""
+    """The technique, attached to a model. The optimizer sees it as the homes of its chunks."""
 
     def __init__(
         self, model: Chain, layouts: Mapping[str, SegmentLayout], homes: Homes, slots: Slots, lanes: Lanes
@@ -37,7 +37,7 @@ class ModelSpill:
         self._lanes = lanes
 
     def source(self, resident: ResidentParameters) -> StreamedParameters:
-        """The ParameterSource of the saved-tensor hooks; `resident`: all other parameters."""
+        """The ParameterSource of the saved-tensor hooks; `resident` has all other parameters."""
         return StreamedParameters(resident, self._slots, self._layouts, self._segments, self._lanes)
 
     def of(self, parameter: str) -> Sequence[Chunk]:
@@ -64,9 +64,9 @@ def build(
     """Attach `plan` to a model whose parameters have no memory yet (device meta); those of streamed segments never get
     any. None when all segments are resident.
 
-    Homes are cut into chunks of `chunk_parameters`, as the optimizer's update is. Raises UserError for a plan that does
-    not fit the model, DeviceOutOfMemory, HostOutOfMemory or SpillVolumeFull where a tier is too small. `frozen_alone`:
-    what is trained stays on the device, also of streamed segments.
+    Homes are cut into chunks of `chunk_parameters`, like the optimizer's update. Raises UserError for a plan that does
+    not fit the model, and DeviceOutOfMemory, HostOutOfMemory or SpillVolumeFull if a tier is too small. `frozen_alone`:
+    trained parameters stay on the device, even those of streamed segments.
     """
     home_of = check_homes(model, plan.homes) if plan.streams else {}
     names_of = {
@@ -83,14 +83,14 @@ def build(
 
 
 def evict(model: nn.Module, names: Collection[str], device: torch.device = CPU) -> None:
-    """Put stubs of `device` in the place of these parameters, which are on device meta: they have shape and type, no
+    """Replaces these parameters, which are on device meta, by stubs on `device`, which have shape and type but no
     memory."""
     parameters = {id(parameter): parameter for parameter in map(model.get_parameter, names)}
 
     def evicted(parameter: nn.Parameter) -> nn.Parameter:
         if id(parameter) not in parameters:
             return parameter
-        # Made empty: a Parameter made of the stub would share its version counter with every other one.
+        # Created empty: Parameters created from the stub would all share its version counter.
         made = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=parameter.requires_grad)
         made.data = stub(parameter.shape, parameter.dtype, device)
         return made

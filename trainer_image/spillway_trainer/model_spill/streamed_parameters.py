@@ -43,7 +43,8 @@ class StreamedParameters:
         self._offsets = {segment: [row.offset for row in layout.rows] for segment, layout in layouts.items()}
 
     def find(self, tensor: Tensor) -> ParameterRef | None:
-        """The parameter that `tensor` views; None for a tensor that is none. Raises for a view that cannot be named."""
+        """The parameter that `tensor` views; None if it views none. Raises RuntimeError for a view that no reference
+        can name."""
         slot = self._slots.at(tensor)
         if slot is None:
             return self._resident.find(tensor)
@@ -59,7 +60,8 @@ class StreamedParameters:
         return ParameterRef(row.name, tensor.shape, tensor.stride(), offset, self._version(row.name))
 
     def resolve(self, ref: ParameterRef) -> Tensor:
-        """The view that `ref` names, its segment in a slot. Raises, as autograd does, when the values changed since."""
+        """The view that `ref` names, after loading its segment into a slot. Raises, as autograd does, if the values
+        changed since."""
         if ref.name not in self._places:
             return self._resident.resolve(ref)
         segment, row = self._places[ref.name]
@@ -77,7 +79,7 @@ class StreamedParameters:
             self.prefetch(self._following[segment])
 
     def enter_backward(self, segment: str) -> None:
-        # Also for a segment that saved no parameter by name: what it saved may be run again by its own means.
+        # Even for a segment that saved no parameter by name: it may rerun what it saved by its own means.
         if segment in self._layouts:
             self._slots.ensure(segment)
 
@@ -87,7 +89,7 @@ class StreamedParameters:
 
     @contextmanager
     def pinned(self, segment: str) -> Iterator[None]:
-        """Its parameters are bound and stay so, while its forward runs, for the first time or again."""
+        """Inside, the segment's parameters are bound and stay so; for its forward, run for the first time or again."""
         if segment not in self._layouts:
             yield
             return
@@ -99,7 +101,8 @@ class StreamedParameters:
         self._lanes.compute(reads=(slot.buffer,), label=label)
 
     def _version(self, name: str) -> int:
-        """Changes of the values through any parameter that shares them: the optimizer's, a user's, not evictions."""
+        """Number of changes of the values through any parameter that shares them: by the optimizer or a user, not by
+        evictions."""
         return sum(row.parameter._version - self._slots.num_evictions(row.name) for row in self._sharing[name])
 
 

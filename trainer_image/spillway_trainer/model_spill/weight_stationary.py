@@ -4,14 +4,15 @@
     turn       last segment: forward and backward of 0, of 1, ... of M-1
     backward   ... | segment 1: 0..M-1 | segment 0: 0..M-1
 
-Parameters are loaded twice a step (the last segment's once), however many micro-batches there are; micro-batch by
-micro-batch they are loaded twice for each. In exchange what segments hand on is held for all micro-batches at once.
+Parameters are loaded twice per step (the last segment's once), however many micro-batches there are; one micro-batch
+after the other would load them twice for each. In exchange, the outputs of segments are held for all micro-batches at
+once.
 
-The graph is cut between segments: a segment's inputs come out of an Entrance, where backward leaves the gradient, which
-goes into the edges of the outputs that the segment before returned. Each parameter gets its gradients in the order of
-the micro-batches, each from the same operations as in a whole graph: so every bit is the same.
+The graph is cut between segments: a segment's inputs come out of an Entrance, where backward leaves their gradients;
+these then go into the edges of the outputs that the segment before returned. Each parameter gets its gradients in the
+order of the micro-batches, each from the same operations as in a whole graph, so every bit is the same.
 
-Between segments another model may go on whose frozen parameters are the same ones: it finds the segment that this one
+Between segments, another model with the same frozen parameters may run: it finds in its slot the segment that this one
 has just left (together.py).
 """
 
@@ -39,11 +40,12 @@ from .boundaries import Boundaries, Boundary
 
 @dataclass(slots=True)
 class Entrance:
-    """Where one segment's graph begins, for one micro-batch: backward leaves the gradients of its inputs here."""
+    """The place where one segment's graph begins, for one micro-batch: backward leaves the gradients of its inputs
+    here."""
 
     gradients: tuple[Tensor | None, ...] = ()
     reloads: list[Callable[[], None]] = field(default_factory=list)
-    """One per boundary: submits its reload when backward needs it."""
+    """One per boundary: submits its reload for backward."""
 
     def open(self, boundaries: Sequence[Boundary]) -> tuple[Tensor, ...]:
         """The inputs, connected to this entrance where they take a gradient."""
@@ -52,23 +54,23 @@ class Entrance:
         self.gradients = (None,) * len(values)
         if not (any(takes) and torch.is_grad_enabled()):
             return tuple(values)
-        anchor = torch.empty(0, requires_grad=True)  # a function's outputs take gradients when one of its inputs does
+        anchor = torch.empty(0, requires_grad=True)  # a Function's outputs take gradients if one of its inputs does
         passed = _Enter.apply(self, takes, anchor, *values)
         return tuple(passed)
 
     def leave(self, boundaries: Sequence[Boundary]) -> None:
-        """The segment's forward is over."""
+        """Called when the segment's forward is over."""
         self.reloads = [boundary.leave() for boundary in boundaries]
 
     def prefetch(self) -> None:
-        """Backward comes here soon."""
+        """Submits the reloads, because backward comes here soon."""
         for reload in self.reloads:
             reload()
 
 
 class _Enter(torch.autograd.Function):
-    """Identity whose backward ends here. Not a leaf: a leaf's accumulated gradient may be laid out anew, which kernels
-    may answer with other bits. No segment changes its input in place (segments.writing_nothing)."""
+    """Identity whose backward ends here. Not a leaf, because a leaf's accumulated gradient may get another memory
+    layout, for which kernels may give other bits. No segment changes its input in place (segments.writing_nothing)."""
 
     @staticmethod
     def forward(ctx: Any, entrance: Entrance, takes: Sequence[bool], _: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
@@ -90,7 +92,7 @@ class Passage:
 
     entrance: Entrance
     edges: list[GradientEdge | None]
-    """Of its outputs; None if no gradient flows."""
+    """Edges of its outputs; None where no gradient flows."""
     visit: weakref.ref[ForwardVisit] | None
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -127,7 +129,7 @@ class WeightStationary:
 
 
 class StepInFlight:
-    """One step on its way: what each micro-batch carries now, and the passages behind it."""
+    """One step in progress: what each micro-batch carries now, and the passages behind it."""
 
     def __init__(
         self,
@@ -145,12 +147,12 @@ class StepInFlight:
         self._following = dict(pairwise(micro_batches))
         self._carried = {number: boundaries.given(batch.tokens_BT) for number, batch in micro_batches.items()}
         self._passages: list[dict[int, Passage]] = []
-        """Of the segments behind, by micro-batch."""
+        """Of the segments that have run forward, by micro-batch."""
         self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
-        """Of what the last passage returned."""
+        """By micro-batch: gradients of the outputs of the next segment to run backward."""
 
     def forward(self, segment: str, module: nn.Module) -> None:
-        """All micro-batches through one segment."""
+        """Runs all micro-batches through one segment."""
         passages = {}
         for number in self._micro_batches:
             with self._phase(Phase.FORWARD):
@@ -162,7 +164,8 @@ class StepInFlight:
         self._passages.append(passages)
 
     def turn(self, segment: str, module: nn.Module) -> list[Tensor]:
-        """The last segment, forward and backward at once: what it saved is needed right away. Returns the losses."""
+        """Runs forward and backward of the last segment, one micro-batch after the other: what it saved is needed right
+        away. Returns the losses."""
         losses = list[Tensor]()
         ahead = self._chain_visits()
         for number in self._micro_batches:
@@ -178,7 +181,7 @@ class StepInFlight:
         return losses
 
     def backward(self) -> Iterator[None]:
-        """The segments behind, in reverse; yields before each."""
+        """Runs backward of the other segments, in reverse; yields before each."""
         behind = deque(item for passages in reversed(self._passages) for item in passages.items())
         self._passages.clear()
         first = next(iter(self._micro_batches))
@@ -193,21 +196,22 @@ class StepInFlight:
                 self._gradients[number] = passage.backward(self._gradients[number])
 
     def _enter(self, segment: str, module: nn.Module, number: int) -> tuple[Entrance, tuple[Tensor, ...]]:
-        """The forward of one segment for one micro-batch; while it runs, the next one's boundary comes in."""
+        """Runs the forward of one segment for one micro-batch; meanwhile the boundary of the next micro-batch is
+        reloaded."""
         self._run.position.micro_batch = number
         batch, boundaries = self._micro_batches[number], self._carried.pop(number)
         entrance = Entrance()
         inputs = entrance.open(boundaries)
         for boundary in self._carried.get(self._following.get(number, number), ()):
             boundary.prefetch()
-        arguments = self._chain.arguments(segment, batch.tokens_BT, batch.labels_BT, self._num_tokens)
+        arguments = self._chain.arguments(segment, *batch.given(self._num_tokens))
         outputs = as_carried(module(*inputs, *arguments))
         del inputs
         entrance.leave(boundaries)
         return entrance, outputs
 
     def _chain_visits(self) -> weakref.ref[ForwardVisit] | None:
-        """Tell every visit which one backward comes to after it; returns the one after the turn."""
+        """Tells every visit which one backward comes to after it; returns the one after the turn."""
         order = [
             passage.visit
             for passages in reversed(self._passages)

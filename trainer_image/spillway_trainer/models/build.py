@@ -24,7 +24,7 @@ from .transformer import Transformer, TransformerConfig
 
 KNOWN = "a model of AutoModelForCausalLM, AutoModelForMaskedLM (transformers) or a T5ForConditionalGeneration"
 MOST_CHILDREN = 6
-"""Children that a message names."""
+"""Most children that a message names."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NO_CLAIMS: Mapping[str, str] = {}
 
@@ -32,8 +32,8 @@ NO_CLAIMS: Mapping[str, str] = {}
 def build_model(spec: TrainingJobSpec, claims: Mapping[str, str] = NO_CLAIMS) -> Chain:
     """The model of a job in its compute dtype, without memory: every parameter is on device `meta`, every buffer real.
 
-    Whoever assembles the run decides where parameters live (chain.allocate gives all of them memory). `claims`: name ->
-    directory, for a source that lies on one. Raises UserError for a model that cannot be built or trained.
+    The code that assembles the run decides where parameters live (chain.allocate gives all of them memory). `claims`:
+    name -> directory, for a source on a claim. Raises UserError for a model that cannot be built or trained.
     """
     chain = _chain(spec, claims)
     _check_length(chain, spec.training.sequence_length)
@@ -49,7 +49,8 @@ def _chain(spec: TrainingJobSpec, claims: Mapping[str, str]) -> Chain:
     if model.entrypoint is not None:
         return _from_entrypoint(model, compute)
     if model.source is not None:
-        return _from_source(model, model.source, compute, claims)
+        packed_length = spec.training.sequence_length if spec.data.packing else 0
+        return _from_source(model, model.source, compute, claims, packed_length)
     if model.is_own_llama:
         with without_memory(compute):
             return Transformer(_transformer_config(spec))
@@ -78,14 +79,16 @@ def source_directory(source: Location, claims: Mapping[str, str]) -> Path:
     return directory_of(source, claims, "spec.model.source")
 
 
-def _from_source(model: Model, source: Location, compute: torch.dtype, claims: Mapping[str, str]) -> Chain:
+def _from_source(
+    model: Model, source: Location, compute: torch.dtype, claims: Mapping[str, str], packed_length: int
+) -> Chain:
     from .source import open_model_directory  # noqa: PLC0415 - a plain llama needs nothing of this
 
     families = _families()
     directory = open_model_directory(source_directory(source, claims))
     sizes = families.config_in(directory)
     try:
-        return families.chain_of(families.empty_model(sizes, compute), compute, model.lora, directory)  # type: ignore[no-any-return]
+        return families.chain_of(families.empty_model(sizes, compute), compute, model.lora, directory, packed_length)  # type: ignore[no-any-return]
     except UserError:
         raise
     except Exception as error:
@@ -96,7 +99,7 @@ def _from_source(model: Model, source: Location, compute: torch.dtype, claims: M
 
 
 def _from_entrypoint(model: Model, compute: torch.dtype) -> Chain:
-    """Call it where new parameters take no memory, and see what it returned."""
+    """Calls the function where new parameters take no memory, and turns what it returned into a Chain."""
     assert model.entrypoint is not None
     where = f"spec.model.entrypoint = {model.entrypoint}"
     function = function_of(model.entrypoint, where)
@@ -119,12 +122,12 @@ def _from_entrypoint(model: Model, compute: torch.dtype) -> Chain:
 
 
 def is_plain_sequential(made: object) -> TypeGuard[nn.Sequential]:
-    """One whose forward is that of nn.Sequential."""
+    """Whether `made` is an nn.Sequential with the forward of nn.Sequential."""
     return isinstance(made, nn.Sequential) and type(made).forward is nn.Sequential.forward
 
 
 def no_chain(made: object, where: str, *, has_lora: bool) -> UserError:
-    """What was found, and how segments are declared."""
+    """Returns an error that says what was returned, and how to declare segments."""
     found = f"{where}: returned {type(made).__name__}"
     if has_lora:
         return UserError(f"{found}, but lora needs {KNOWN}")
@@ -203,7 +206,8 @@ def _check_length(chain: Chain, sequence_length: int) -> None:
 
 
 def _families() -> Any:
-    """The module for models of transformers, which takes a second to import. Raises UserError where it is missing."""
+    """Imports the module for models of transformers, which takes a second. Raises UserError if the extra [hf] is
+    missing."""
     need("hf")
     from . import families  # noqa: PLC0415
 

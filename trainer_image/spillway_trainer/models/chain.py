@@ -2,9 +2,9 @@
 
     tokens -> segment 0 -> carried -> segment 1 -> carried -> ... -> last segment -> loss
 
-A segment is called as `module(*carried, *arguments)`: `carried` is what the one before it returned, `arguments` what it
-gets beside it (position tables, masks, labels), to which no gradient flows. So a technique may run the whole chain for
-one micro-batch, or one segment for all micro-batches, and both do the same operations.
+A segment is called as `module(*carried, *arguments)`: `carried` is what the segment before it returned, and `arguments`
+are further inputs (position tables, masks, labels), to which no gradient flows. So a technique may run the whole chain
+for one micro-batch, or one segment for all micro-batches, and both do the same operations.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..corpus.objective import TrainingObjective
+from ..corpus.packing import Documents
 
 CPU = torch.device("cpu")
 
@@ -28,18 +29,19 @@ class Chain(nn.Module):
     """Standard deviation of the normal initialisation of every matrix."""
     objective = TrainingObjective.CAUSAL
     max_positions: int | None = None
-    """Longest sequence; None: any."""
+    """Length of the longest sequence; None: any length."""
     autocast: torch.dtype | None = None
-    """Type of torch.autocast, entered per segment; None: the parameters' type."""
+    """Type of torch.autocast, which is entered per segment; None: no autocast, everything runs in the parameters'
+    type."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model knows: those of the data must be smaller."""
+        """Number of tokens that the model knows: every token of the data must be smaller."""
         raise NotImplementedError
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the model is, as JSON values: kept in checkpoints, read by export."""
+        """What the model is, as JSON values; checkpoints keep it, and export reads it."""
         return {"class": f"{type(self).__module__}.{type(self).__qualname__}"}
 
     @property
@@ -49,8 +51,8 @@ class Chain(nn.Module):
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Parameter names that share storage: alias -> owner. Each keeps a leaf and an accumulator of its own, because
-        the sum of their gradients must not depend on the order in which segments run backward (docs/adr/0001)."""
+        """Names of parameters that share storage: alias -> owner. Each has its own leaf and accumulator, because the
+        sum of their gradients must not depend on the order in which segments run backward (docs/adr/0001)."""
         return {}
 
     def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:
@@ -58,9 +60,9 @@ class Chain(nn.Module):
         raise NotImplementedError
 
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """(name, float32 value) of every parameter but the aliases, from `seed`: the same bits for every plan.
+        """Yields (name, float32 value) of every parameter but the aliases, from `seed`: the same bits for every plan.
 
-        One tensor at a time, so that a model larger than memory can be filled.
+        Yields one tensor at a time, so that a model larger than memory can be filled.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -70,11 +72,13 @@ class Chain(nn.Module):
                 yield name, value
 
     def initial_trained(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """As `initial_values`, of parameters that are trained: where the frozen ones have their values already."""
+        """Like `initial_values`, but only for trained parameters: for use when the frozen ones already have their
+        values."""
         return ((name, value) for name, value in self.initial_values(seed) if self.get_parameter(name).requires_grad)
 
     def fill_initial(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Vectors: 0 for a bias, else 1 (a norm's scale). All others: normal, by `deviation`."""
+        """Fills a vector with 0 (a bias) or 1 (a norm's scale), anything else with normal values of standard deviation
+        `deviation`."""
         if value.dim() == 1:
             value.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
@@ -85,38 +89,43 @@ class Chain(nn.Module):
         return self.initializer_range
 
     def tie(self) -> None:
-        """Let every alias share its owner's storage; call again whenever parameters were replaced or cast."""
+        """Let every alias share its owner's storage; call this again whenever parameters were replaced or cast."""
         for alias, owner in self.tied.items():
             self.get_parameter(alias).data = self.get_parameter(owner).data
 
     def parameters_of(self) -> dict[str, list[str]]:
-        """Names of the parameters of each segment, in declared order."""
+        """Returns the names of the parameters of each segment, in declared order."""
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         return {segment: [names[id(p)] for p in module.parameters()] for segment, module in self.segments}
 
-    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
-        """Loss of one micro-batch: the sum over its unmasked labels, divided by `num_tokens`. A float32 scalar."""
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int, *documents: Documents) -> Tensor:
+        """Returns the loss of one micro-batch: the sum over its unmasked labels, divided by `num_tokens`; a float32
+        scalar.
+
+        `documents`: given if the rows of a batch hold several; only a StructuralChain gets such batches.
+        """
         carried: tuple[Tensor, ...] = (tokens_BT,)
         for name, module in self.segments:
-            carried = as_carried(module(*carried, *self.arguments(name, tokens_BT, labels_BT, num_tokens)))
+            carried = as_carried(module(*carried, *self.arguments(name, tokens_BT, labels_BT, num_tokens, *documents)))
         (loss,) = carried
         return loss
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """Also of one that ZeRO-3 has sharded (parallel/deepspeed/): its own tensor is empty while unused."""
+    """Returns the whole shape, also of a parameter that ZeRO-3 has sharded (parallel/deepspeed/), whose own tensor is
+    empty while it is not used."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def as_carried(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a segment returned, as the next one gets it."""
+    """Returns what a segment returned in the form in which the next one gets it."""
     return output if isinstance(output, tuple) else (output,)
 
 
 def allocate(model: nn.Module, device: torch.device = CPU, *, frozen_alone: bool = False) -> None:
-    """Give every parameter that has no memory yet (device `meta`) memory of its own there, unfilled, and move the
-    buffers. `frozen_alone`: only those that are not trained."""
+    """Gives every parameter without memory (on device `meta`) memory of its own on `device`, unfilled, and moves the
+    buffers there. `frozen_alone`: only parameters that are not trained."""
 
     def with_memory(parameter: nn.Parameter) -> nn.Parameter:
         if not parameter.is_meta or (frozen_alone and parameter.requires_grad):
@@ -133,7 +142,7 @@ def allocate(model: nn.Module, device: torch.device = CPU, *, frozen_alone: bool
 
 @contextmanager
 def without_memory(dtype: torch.dtype) -> Iterator[None]:
-    """New parameters are on device meta and, by default, of type `dtype`."""
+    """Inside, new parameters are on device meta and, by default, of type `dtype`."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -144,8 +153,8 @@ def without_memory(dtype: torch.dtype) -> Iterator[None]:
 
 
 def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Put a new parameter in the place of each; where several modules share one, they share the new one."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the old one, or its id could come to mean another
+    """Replaces every parameter by a new one; modules that share a parameter share the new one."""
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # keeps the old one: its id must not come to mean another
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) not in made:

@@ -1,4 +1,4 @@
-"""Text models of `transformers`, built on device `meta`: t5, and every other one whose structure is a chain."""
+"""Text models of `transformers`, built on device `meta`: t5, and every other model whose structure is a chain."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from spillway.api.model import Lora, ModelConfig
 from spillway.errors import UserError
 
 from .chain import without_memory
+from .documents import ATTENTION
 from .huggingface import HuggingFaceChain, is_adapter
 from .lora import add_adapters
 from .source import Merge, ModelDirectory, match, stored_name
@@ -41,7 +42,7 @@ from .structure import MASKED, StructuralChain, no_chain, second_names, structur
 from .t5 import T5, share_embedding
 
 MOST_LABELS = 100_000
-"""Labels of a classifier's head, which no model here has."""
+"""Most labels of a classifier's head, which no model here has."""
 SIZES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "head_dim", "d_kv"),
     "num_heads": ("num_attention_heads", "n_head", "num_heads"),
@@ -50,7 +51,7 @@ SIZES = {
     "vocab_size": ("vocab_size", "type_vocab_size"),
     "max_positions": ("max_position_embeddings", "n_positions", "n_ctx", "relative_attention_num_buckets"),
 }
-"""Field of spec.model.config -> names in config.json that are bounded unchanged."""
+"""Field of spec.model.config -> names in config.json that have the same bounds."""
 
 
 UNUSED = re.compile(
@@ -58,11 +59,12 @@ UNUSED = re.compile(
     r"|(^|\.)pooler\.|^cls\.seq_relationship\."
     r"|^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\."
 )
-"""Names in files of what no model here has: buffers, and heads for other objectives."""
+"""Names in weight files of tensors that no model here uses: buffers, and heads for other objectives."""
 
 
 def class_of(model_type: object, where: str) -> type[PreTrainedModel]:
-    """Raises UserError for what is no text model of transformers; `where` names what asked for it."""
+    """Returns the class of a model type. Raises UserError if it is no text model of transformers; `where` names what
+    asked for it."""
     names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MASKED, "t5": "T5ForConditionalGeneration"}
     if str(model_type) not in names:
         raise UserError(
@@ -75,7 +77,7 @@ def class_of(model_type: object, where: str) -> type[PreTrainedModel]:
 
 
 def config_of(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
-    """spec.model.config as the configuration of its family. Token 0 is the end of text (tokens.py)."""
+    """Returns spec.model.config as the configuration of its family. Token 0 is the end of text (tokens.py)."""
     make = {"llama": _llama_config, "gpt2": _gpt2_config, "bert": _bert_config, "t5": _t5_config}
     return make[sizes.architecture](sizes, sequence_length)
 
@@ -103,7 +105,7 @@ def _llama_config(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
 
 
 def _gpt2_config(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
-    """Dropout as everywhere here: on the outputs of attention and feed-forward, and on nothing else."""
+    """Dropout is as in all models here: on the outputs of attention and feed-forward, and on nothing else."""
     return GPT2Config(
         vocab_size=sizes.vocab_size,
         n_positions=sizes.max_positions,
@@ -122,8 +124,8 @@ def _gpt2_config(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
 
 
 def _bert_config(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
-    """One rate drops outputs of attention and feed-forward and, bert has it so, of the embedding. No padding token: its
-    embedding would get no gradient, and here every token of a window is one of the text."""
+    """One rate drops outputs of attention and feed-forward and, as in bert, of the embedding. There is no padding
+    token: its embedding would get no gradient, and here every token of a window is one of the text."""
     return BertConfig(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
@@ -140,7 +142,8 @@ def _bert_config(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
 
 
 def _t5_config(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
-    """`numLayers` in each of the two stacks. One rate drops everything that t5 drops, attention weights included."""
+    """`numLayers` is the number of layers in each of the two stacks. One rate drops everything that t5 drops, including
+    attention weights."""
     return T5Config(
         vocab_size=sizes.vocab_size,
         d_model=sizes.hidden_size,
@@ -157,7 +160,7 @@ def _t5_config(sizes: ModelConfig, sequence_length: int) -> PreTrainedConfig:
 
 
 def config_in(directory: ModelDirectory) -> PreTrainedConfig:
-    """config.json of a model directory. Code that the directory may bring with it is never run."""
+    """Returns config.json of a model directory. Code in the directory is never run."""
     where = str(directory.path / "config.json")
     model = class_of(directory.config.get("model_type"), where)
     _check_class(directory.config, model, where)
@@ -172,7 +175,8 @@ def config_in(directory: ModelDirectory) -> PreTrainedConfig:
 
 
 def _check_class(document: Mapping[str, Any], model: type[PreTrainedModel], where: str) -> None:
-    """Raises UserError for a directory of another class than the one that is trained: it would learn something else."""
+    """Raises UserError for a directory of another class than the one that is trained, because it would learn something
+    else."""
     if document.get("is_encoder_decoder") and not issubclass(model, T5ForConditionalGeneration):
         raise no_chain(str(document["model_type"]), "it has an encoder and a decoder instead of one sequence of layers")
     named = document.get("architectures")
@@ -186,8 +190,8 @@ def _check_class(document: Mapping[str, Any], model: type[PreTrainedModel], wher
 
 
 def _check_counts(directory: ModelDirectory, where: str) -> None:
-    """Raises UserError for more layers than the files have tensors, or more labels than any head: objects are made for
-    each of them before anything else is looked at."""
+    """Raises UserError for more layers than the files have tensors, or for more labels than any head has: objects are
+    made for each of them before anything else is checked."""
     layers = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), len(directory.tensors))
     for name, most in {**layers, "num_labels": MOST_LABELS}.items():
         count = directory.config.get(name)
@@ -196,11 +200,11 @@ def _check_counts(directory: ModelDirectory, where: str) -> None:
 
 
 def _check_sizes(document: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for a size that no spec.model.config may have either: tables are made of it, and plans."""
+    """Raises UserError for a size that spec.model.config may not have either: tables and plans are made of it."""
     for size_of, names in SIZES.items():
         most = min(bound.le for bound in ModelConfig.model_fields[size_of].metadata if hasattr(bound, "le"))
         for name in names:
-            size, least = document.get(name), int(name != "type_vocab_size")  # some families have no types
+            size, least = document.get(name), int(name != "type_vocab_size")  # some families have no token types
             if isinstance(size, int | float) and not least <= size <= most:
                 raise UserError(f"{where}: {name} is {size:.15g}; set it to a value from {least} to {most}")
 
@@ -212,13 +216,13 @@ def config_from(document: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def is_known(model: object) -> bool:
-    """Of a class that `chain_of` takes and that its configuration names."""
+    """Whether `model` is of a class that `chain_of` takes, and that its configuration names."""
     return isinstance(model, PreTrainedModel) and type(model) is class_of(model.config.model_type, "model")
 
 
 def check_model(model: PreTrainedModel, where: str) -> None:
-    """Raises UserError when a model made by a user's function has memory already, or other modules than its class makes
-    of its configuration: that is what is checked for being a chain."""
+    """Raises UserError if a model that a user's function made has memory already, or has other modules than its class
+    makes from its configuration: those are the modules that are checked for being a chain."""
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if real:
         raise UserError(
@@ -234,15 +238,20 @@ def check_model(model: PreTrainedModel, where: str) -> None:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Buffers get the type that `from_pretrained` gives them for `dtype`."""
+    """Returns a model on device meta. Buffers get the type that `from_pretrained` gives them for `dtype`."""
     with without_memory(dtype):
         return class_of(config.model_type, "model")(config)
 
 
 def chain_of(
-    model: PreTrainedModel, compute: torch.dtype, lora: Lora | None = None, directory: ModelDirectory | None = None
+    model: PreTrainedModel,
+    compute: torch.dtype,
+    lora: Lora | None = None,
+    directory: ModelDirectory | None = None,
+    packed_length: int = 0,
 ) -> HuggingFaceChain:
-    """`model`, whose parameters are on device meta, as a Chain; its values are those of `directory`, if given."""
+    """Returns `model`, whose parameters are on device meta, as a Chain. Its values are those of `directory`, if given.
+    `packed_length`: tokens of a row that holds several documents; 0 if each row holds one."""
     tie_head = directory is None or directory.config.get("tie_word_embeddings") is not False
     make: Any = T5
     renamed = {"encoder.embed_tokens.weight": "shared.weight"}
@@ -250,7 +259,9 @@ def chain_of(
     if isinstance(model, T5ForConditionalGeneration):
         share_embedding(model)
     else:
-        structure = structure_of(model)
+        structure = structure_of(model, packed_length)
+        if packed_length:
+            model.config._attn_implementation = ATTENTION
         make = partial(StructuralChain, structure)
         renamed = {name: second_names(model)[name] for name in structure.unused}
         apart = () if tie_head else structure.unused
@@ -269,8 +280,8 @@ def chain_of(
 
 
 def _check_buffers(directory: ModelDirectory, model: PreTrainedModel) -> None:
-    """Raises UserError for values in the files that are no parameters, such as the biases of routers: they are neither
-    loaded nor exported."""
+    """Raises UserError for values in the files that are not parameters but buffers, such as the biases of routers: they
+    are neither loaded nor exported."""
     buffers = {name for name, _ in model.named_buffers()} & {
         name for name in directory.tensors if not UNUSED.search(name)
     }
@@ -285,10 +296,11 @@ def _check_buffers(directory: ModelDirectory, model: PreTrainedModel) -> None:
 def stored_as(
     chain: HuggingFaceChain, stored: Iterable[str], renamed: Mapping[str, str], apart: Collection[str]
 ) -> tuple[dict[str, str | None], dict[str, Merge]]:
-    """Stored name -> parameter of the chain; None for what the model has no use for (UNUSED, and `apart` beside the
-    parameter's own name). A name that means nothing stays as it is. `renamed`: second name -> name of a parameter.
+    """Returns stored name -> parameter of the chain; None for what the model does not use (UNUSED, and names in `apart`
+    if the parameter's own name is stored, too). An unknown name stays as it is. `renamed`: second name -> name of a
+    parameter.
 
-    And parameter -> how its value is made of several stored ones: experts, as `transformers` merges them.
+    Also returns parameter -> how its value is made from several stored ones: experts, as `transformers` merges them.
     """
     stored = sorted(stored, key=dot_natural_key)
     conversions = get_model_conversion_mapping(chain.model)
@@ -316,7 +328,8 @@ def stored_as(
 def _merged(
     parameter: str, converters: Mapping[str, WeightConverter], patterns: Mapping[str, str], values: Mapping[str, Tensor]
 ) -> Tensor:
-    """The value of `parameter` from stored ones; `patterns`: stored name -> the pattern of its converter."""
+    """Returns the value of `parameter`, merged from stored ones. `patterns`: stored name -> the pattern of its
+    converter."""
     converter: Any = copy.deepcopy(converters[next(iter(patterns.values()))])
     for name, pattern in patterns.items():
         converter.add_tensor(parameter, name, pattern, values[name])
@@ -325,6 +338,6 @@ def _merged(
 
 
 def stored_pieces(model: PreTrainedModel, name: str, value: Tensor) -> dict[str, Tensor]:
-    """What save_pretrained() writes for a parameter: under its name in files, or as several tensors."""
+    """Returns what save_pretrained() writes for a parameter: one tensor under its name in files, or several."""
     pieces: dict[str, Tensor] = revert_weight_conversion(model, {name: value})
     return pieces

@@ -1,9 +1,9 @@
-"""HuggingFaceChain: a model of `transformers` as segments. Its code is not touched: segments call its layer modules.
+"""HuggingFaceChain: a model of `transformers` as segments. Its code is unchanged: segments call its layer modules.
 
     PreTrainedModel on device meta -> buffers real -> parameters in the compute type -> a leaf per use -> segments
 
-What the model's own forward computes beside the layers (masks, position tables) is computed here by the same functions
-and handed to the segments as arguments; tests/parity/models/test_huggingface.py compares loss and gradients.
+What the model's own forward computes outside the layers (masks, position tables) is computed here by the same functions
+and given to the segments as arguments; tests/parity/models/test_huggingface.py compares loss and gradients.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class HuggingFaceChain(Chain):
     """A PreTrainedModel of one family. Subclasses define the segments."""
 
     def __init__(self, model: PreTrainedModel, compute: torch.dtype, *, tie_head: bool = True) -> None:
-        """`model` has its parameters on device meta; the frozen ones and those that are not adapters get type
-        `compute`. `tie_head` False: the configuration ties, but the source has an output projection of its own."""
+        """`model` has its parameters on device meta; all except adapters get type `compute`. `tie_head` False: the
+        configuration ties the head, but the source has an output projection of its own."""
         super().__init__()
         self.model: Any = model  # each family's class has attributes of its own
         self.adapted = any(is_adapter(name) for name, _ in model.named_parameters())
@@ -41,18 +41,20 @@ class HuggingFaceChain(Chain):
         cast_parameters(model, compute)
         self._check_cover()
         self.weights: Weights | None = None
-        """Values of the parameters that are not adapters; None: from the seed."""
+        """Values of the parameters that are not adapters; None: they come from the seed."""
 
     def make_segments(self) -> list[tuple[str, nn.Module]]:
-        """Modules that hold modules of the model, never parameters of it: those are replaced when they get memory."""
+        """Returns modules that hold modules of the model, never its parameters, which are replaced when they get
+        memory."""
         raise NotImplementedError
 
     def make_tables(self, tokens_BT: Tensor) -> tuple[Any, ...]:
-        """Masks and position tables for token batches of this shape."""
+        """Returns masks and position tables for token batches of this shape."""
         raise NotImplementedError
 
     def tables(self, tokens_BT: Tensor) -> tuple[Any, ...]:
-        """`make_tables`, made once per shape: every segment of every micro-batch gets the same tensors."""
+        """Returns `make_tables`, made once per shape, so that every segment of every micro-batch gets the same
+        tensors."""
         shape = tuple(tokens_BT.shape)
         if shape not in self._tables:
             self._tables[shape] = self.make_tables(tokens_BT)
@@ -76,10 +78,10 @@ class HuggingFaceChain(Chain):
 
     @property
     def description(self) -> dict[str, Any]:
-        """`frozen`: parameters whose values are in no checkpoint."""
+        """`frozen` in it: whether there are parameters whose values are in no checkpoint."""
         config = json.loads(self.config.to_json_string(use_diff=False))
         if not (self._tie_head and config.get("scale_decoder_outputs", True)):
-            config["tie_word_embeddings"] = False  # t5 says true whatever it was given, and scales by what it is given
+            config["tie_word_embeddings"] = False  # t5 always says true, but scales by what it was given
         described = {
             "class": type(self.model).__name__,
             "config": config,
@@ -92,7 +94,8 @@ class HuggingFaceChain(Chain):
         return described
 
     def initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """Of adapters from a generator of their own: with and without them, the model below is the same."""
+        """Yields the initial values of all parameters but aliases. Adapters have their own random generator, so that
+        the base model is the same with and without them."""
         generator = torch.Generator().manual_seed(seed)
         of_adapters = torch.Generator().manual_seed(fork_seed(seed, 0, 0, 0))
         for name, parameter in self.named_parameters():
@@ -106,7 +109,8 @@ class HuggingFaceChain(Chain):
                 yield name, value
 
     def initial_trained(self, seed: int) -> Iterator[tuple[str, Tensor]]:
-        """Of adapters without reading the model below: theirs is a generator of their own."""
+        """Yields the initial values of the adapters. Does not read the base model's weights, because adapters have
+        their own random generator."""
         if not self.adapted:
             yield from super().initial_trained(seed)
             return
@@ -121,7 +125,7 @@ class HuggingFaceChain(Chain):
         return float(getattr(self.config, "initializer_range", self.initializer_range))
 
     def fill_initial(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Adapters start as peft's do: A uniform in +-1 / sqrt(inputs), B zero, so that the sum is the base model."""
+        """Adapters start as in peft: A uniform in +-1 / sqrt(inputs), B zero, so that the sum is the base model."""
         if ".lora_A." in name:
             bound = value.shape[1] ** -0.5
             value.uniform_(-bound, bound, generator=generator)
@@ -131,7 +135,8 @@ class HuggingFaceChain(Chain):
             super().fill_initial(stored_name(name), value, generator)
 
     def like_hidden(self, tokens_BT: Tensor) -> Tensor:
-        """A tensor of the shape and type of the hidden states, without their memory: what the mask functions ask."""
+        """Returns a tensor with the type of the hidden states, and with their shape but for the last dimension, without
+        their memory: it is enough for the mask functions."""
         shape = (*tokens_BT.shape, 1)
         return torch.zeros((), dtype=self.hidden_dtype, device=tokens_BT.device).expand(shape)
 
@@ -140,9 +145,9 @@ class HuggingFaceChain(Chain):
         return next(self._segments[0][1].parameters()).dtype
 
     def _separate_uses(self, tie_head: bool) -> dict[str, str]:
-        """Give each further use of a shared parameter a leaf of its own; returns alias -> owner.
+        """Gives each further use of a shared parameter its own leaf; returns alias -> owner.
 
-        A use is a segment: what shares a parameter inside of one keeps sharing its module.
+        A use is a segment: a module that is used several times inside one segment stays one module.
         """
         places: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for prefix, module in self.model.named_modules():
@@ -175,7 +180,7 @@ def is_adapter(name: str) -> bool:
 
 
 def make_buffers(model: PreTrainedModel) -> None:
-    """Real memory and values for every buffer: they are not in files, and the model's own code knows how to make them.
+    """Gives every buffer memory and values: they are not in the files, and the model's own code knows how to make them.
 
     Raises UserError for a buffer that this code does not set.
     """
@@ -198,7 +203,7 @@ def make_buffers(model: PreTrainedModel) -> None:
 
 
 def cast_parameters(model: nn.Module, compute: torch.dtype) -> None:
-    """On device meta: adapters in float32, everything else in `compute`."""
+    """Casts parameters on device meta: adapters to float32, everything else to `compute`."""
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             dtype = torch.float32 if is_adapter(f"{prefix}.{name}") else compute

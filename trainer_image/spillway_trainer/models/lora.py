@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft, put into a model of `transformers` before it becomes a Chain."""
+"""Low-rank adapters by peft, added to a model of `transformers` before it becomes a Chain."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PRODUCTS = (nn.Linear, Conv1D)
 
 
 def add_adapters(model: Any, lora: Lora) -> None:
-    """Adapters, on device meta like everything else, beside each module of a PreTrainedModel that `lora` names; all
-    else is frozen.
+    """Adds adapters, on device meta like everything else, to each module of a PreTrainedModel that `lora` names, and
+    freezes everything else.
 
-    Raises UserError when a name matches nothing, or what is no matrix product.
+    Raises UserError if a name matches nothing, or a module that is no matrix product.
     """
     targets = lora.target_modules or attention_of(model)
     _check_targets(model, targets)
@@ -43,10 +43,11 @@ def add_adapters(model: Any, lora: Lora) -> None:
 
 
 def attention_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the matrix products within a module whose class is an attention: each as short as it can be without
-    naming another module.
+    """Returns the names of the matrix products inside modules whose class is an attention. Each name is as short as it
+    can be without matching another module.
 
-    Raises UserError if there are none."""
+    Raises UserError if there are none.
+    """
     modules = dict(model.named_modules())
     attentions = [f"{name}." for name, module in modules.items() if "Attention" in type(module).__name__]
     products = {
@@ -69,7 +70,7 @@ def attention_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _modules_named(model: PreTrainedModel, target: str) -> list[nn.Module]:
-    """As peft matches them: the whole last part of a name, or several."""
+    """Returns the modules that peft matches: those whose name ends with the whole parts of `target`."""
     return [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
 
 

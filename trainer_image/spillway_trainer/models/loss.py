@@ -3,9 +3,9 @@
     logits (compute type) -> rows of one chunk in float32 -> log-probabilities -> that of each label -> sum
     backward              -> the same rows again -> their gradient in float32 -> rounded, over the logits
 
-Only operations on single rows are chunked, and the sum over rows is that of torch over all of them: so loss and
-gradient have the bits of `plain_token_loss`, whatever a chunk's size. What is held is the logits in the compute type
-and a few chunks, instead of three times the logits in float32 (docs/adr/0031).
+Only operations on single rows are chunked, and torch sums over all rows at once, so loss and gradient have the bits of
+`plain_token_loss`, whatever the size of a chunk. Memory holds the logits in the compute type and a few chunks, instead
+of three times the logits in float32 (docs/adr/0031).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
 PRODUCTS = ("MmBackward0", "AddmmBackward0")
 """Operations whose backward does not read what they returned."""
 _SUM = 2
-"""torch's number of this reduction."""
+"""torch's number for the reduction `sum`."""
 
 
 def plain_token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
-    """The reference: by torch's own cross entropy. All of the logits in float32, and in backward twice more."""
+    """The reference, with torch's own cross entropy. Holds all logits in float32, and twice more in backward."""
     logits_NV, labels_N = logits_BTV.flatten(0, 1).float(), labels_BT.flatten()
     return F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED_LABEL, reduction="sum") / num_tokens
 
 
 def token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
-    """Sum of the cross entropy over unmasked labels, divided by `num_tokens`. Returns a float32 scalar."""
+    """Returns the sum of the cross entropy over unmasked labels, divided by `num_tokens`: a float32 scalar."""
     logits_NV = logits_BTV.flatten(0, 1)
     num_rows = loss_chunk_rows(logits_NV.shape[1])
     if num_rows >= logits_NV.shape[0]:
@@ -44,7 +44,7 @@ def token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Its sum over all rows with a label, `num_rows` rows at a time."""
+    """The sum of the cross entropy over all rows with a label, computed `num_rows` rows at a time."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, num_rows: int) -> Tensor:
@@ -63,7 +63,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient takes the place of the logits, if nothing else needs them."""
+        """The gradient overwrites the logits, if nothing else needs them."""
         logits_NV, labels_N = ctx.saved_tensors
         gradient_NV = logits_NV.detach() if ctx.in_place else torch.empty_like(logits_NV)
         for start in range(0, labels_N.shape[0], ctx.num_rows):
@@ -77,15 +77,15 @@ def _log_probabilities(logits_RV: Tensor) -> Tensor:
 
 
 def _write_gradient(gradient_RV: Tensor, logits_RV: Tensor, labels_R: Tensor, upstream: Tensor) -> None:
-    """As autograd does for `plain_token_loss`."""
+    """Computes what autograd does for `plain_token_loss`."""
     logs_RV = _log_probabilities(logits_RV)
-    # The last argument is read for means only.
+    # The last argument is only read for means.
     of_logs_RV = torch.ops.aten.nll_loss_backward(upstream, logs_RV, labels_R, None, _SUM, IGNORED_LABEL, upstream)
     gradient_RV.copy_(torch.ops.aten._log_softmax_backward_data(of_logs_RV, logs_RV, 1, torch.float32))
 
 
 def _is_product(tensor: Tensor) -> bool:
-    """Whether it is what a matrix product returned."""
+    """Whether a matrix product returned `tensor`, perhaps through views."""
     node = tensor.grad_fn
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]

@@ -2,8 +2,8 @@
 
     tokens_BT -> child -> child ... -> last child -> logits_BTV -> loss
 
-A segment begins at each child that has parameters; children without (activation functions, reshapes) belong to the
-segment before them, or to the first one. What is nested in a child stays together.
+A segment begins at each child that has parameters. A child without parameters (an activation function, a reshape)
+belongs to the segment before it, or to the first one. Modules nested in a child stay together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .chain import Chain
 from .loss import token_loss
 
 MIN_SEGMENTS = 3
-"""An embedding, a block, a head: the units of a plan."""
+"""An embedding, a block and a head, which are the units of a plan."""
 
 
 class Layers(nn.Module):
@@ -31,7 +31,7 @@ class Layers(nn.Module):
             self.add_module(name, child)
 
     def forward(self, *carried: Any) -> Any:
-        """As nn.Sequential: each child gets what the one before it returned, a tuple as one argument."""
+        """Like nn.Sequential: each child gets what the one before it returned; a tuple is one argument."""
         value: Any = carried[0] if len(carried) == 1 else carried
         for child in self._modules.values():
             assert child is not None
@@ -46,7 +46,7 @@ class Layers(nn.Module):
 
 
 class SequentialHead(Layers):
-    """The last children, and the loss."""
+    """The last children, followed by the loss."""
 
     def __init__(self, children: Mapping[str, nn.Module], vocab_size: int) -> None:
         super().__init__(children)
@@ -65,11 +65,11 @@ class SequentialHead(Layers):
 
 
 class SequentialChain(Chain):
-    """Its parameters are called layers.<segment>.<name in the nn.Sequential>."""
+    """Its parameters are named layers.<segment>.<name in the nn.Sequential>."""
 
     def __init__(self, model: nn.Sequential, where: str) -> None:
-        """Takes ownership of the children. Raises UserError if they are no chain that starts at tokens; `where` says
-        whose."""
+        """Takes over the children. Raises UserError, which begins with `where`, if they are no chain that starts at
+        tokens."""
         super().__init__()
         groups = grouped(model, where)
         self._vocab_size = tokens_of(groups[0], where)
@@ -90,7 +90,8 @@ class SequentialChain(Chain):
 
 
 def grouped(model: nn.Sequential, where: str) -> list[dict[str, nn.Module]]:
-    """Children by segment. Raises UserError for too few segments, and for a child with parameters that comes twice."""
+    """Returns the children by segment. Raises UserError for too few segments, or if a child with parameters occurs
+    twice."""
     children = [(name, child) for name, child in model._modules.items() if child is not None]
     groups: list[dict[str, nn.Module]] = []
     for name, child in children:
@@ -114,7 +115,7 @@ def grouped(model: nn.Sequential, where: str) -> list[dict[str, nn.Module]]:
 
 
 def tokens_of(first: Mapping[str, nn.Module], where: str) -> int:
-    """How many tokens the first segment knows."""
+    """Returns the number of tokens that the first segment knows."""
     found = [m.num_embeddings for child in first.values() for m in child.modules() if isinstance(m, nn.Embedding)]
     if not found:
         names = ", ".join(type(child).__name__ for child in first.values())

@@ -1,7 +1,7 @@
 """A Hugging Face model directory: config.json, weights in safetensors files, tokenizer.json. One tensor is read at a
 time; nothing is unpickled.
 
-Only headers are read when the directory is opened, so that a wrong one is refused before anything is built.
+Opening a directory reads only the headers, so that a wrong directory is refused before anything is built.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from spillway.errors import UserError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "model."
-"""Our names of parameters are those in the files after this prefix; adapters put the base of a module below it."""
+"""A parameter's name is this prefix and its name in the files; with an adapter, the original module is one level
+below."""
 FLOATS = ("F32", "F16", "BF16")
 SAMPLED_BYTES = 4096
-"""First bytes of each tensor that enter the directory's digest."""
+"""Number of first bytes of each tensor that enter the directory's digest."""
 MAX_HEADER_BYTES = 100 * 2**20
 """The format's own bound."""
 MOST_NAMED = 3
@@ -39,19 +40,19 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
     path: Path
     config: Mapping[str, Any]
-    """config.json."""
+    """Content of config.json."""
     tensors: Mapping[str, StoredTensor]
 
     def digest(self) -> str:
-        """xxh3-128 over names, types, shapes and the first SAMPLED_BYTES of every tensor. Training changes all of them,
-        so other weights have another digest, without reading the whole of them at every start."""
+        """Returns the xxh3-128 over names, types, shapes and the first SAMPLED_BYTES of every tensor. Training changes
+        all tensors, so other weights have another digest, and a start need not read all of them."""
         digest = xxhash.xxh3_128()
         for name, tensor in sorted(self.tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
@@ -61,7 +62,7 @@ class ModelDirectory:
         return digest.hexdigest()
 
     def value(self, name: str) -> Tensor:
-        """One tensor, in its own type."""
+        """Returns one tensor in its stored type."""
         try:
             with safe_open(self.tensors[name].file, framework="pt") as file:
                 value: Tensor = file.get_tensor(name)
@@ -73,7 +74,7 @@ class ModelDirectory:
 
 
 def open_model_directory(path: Path) -> ModelDirectory:
-    """Raises UserError when `path` is no directory of a model with weights in safetensors."""
+    """Opens a directory. Raises UserError if `path` is no directory of a model with weights in safetensors."""
     if not path.is_dir():
         raise UserError(
             f"spec.model.source: {path} is not a directory; name one with config.json and model.safetensors"
@@ -131,7 +132,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
-    """https://github.com/huggingface/safetensors, Format: length as little-endian uint64, JSON, data."""
+    """Reads the header of a file; https://github.com/huggingface/safetensors, Format: length as little-endian uint64,
+    JSON, data."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -166,7 +168,7 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _end(entry: Any) -> int:
-    """Where a tensor ends in the data. Raises ValueError for a field of another kind, and the like."""
+    """Returns where a tensor ends in the data. Raises ValueError and the like for a malformed field."""
     numbers = [*entry["shape"], *entry["data_offsets"]]
     if not isinstance(entry["dtype"], str) or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("neither a type nor sizes")
@@ -175,7 +177,8 @@ def _end(entry: Any) -> int:
 
 
 def _misplaced(fields: Mapping[str, Any]) -> str | None:
-    """The first tensor that does not begin where the one before it ends, or has not the bytes of its shape."""
+    """Returns the first tensor that does not begin where the one before it ends, or whose size does not fit its shape;
+    None if all are right."""
     place = 0
     for name, entry in sorted(fields.items(), key=lambda item: item[1]["data_offsets"]):
         start, end = entry["data_offsets"]
@@ -191,7 +194,7 @@ def _nbytes(tensor: StoredTensor) -> int:
 
 
 Merge = Callable[[Mapping[str, Tensor]], Tensor]
-"""Makes the value of a parameter of its stored tensors."""
+"""Makes the value of a parameter from its stored tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +203,14 @@ class Weights:
 
     directory: ModelDirectory
     stored: Mapping[str, tuple[str, ...]]
-    """Parameter -> its names in the files; several if a tied one was stored under each of its names, or if it is
-    merged of several tensors."""
+    """Parameter -> its names in the files: several if a tied one was stored under each of its names, or if its value is
+    merged from several tensors."""
     merges: Mapping[str, Merge]
     xxh3: str
     """ModelDirectory.digest"""
 
     def value(self, parameter: str) -> Tensor:
-        """Raises UserError when tied names hold different values."""
+        """Returns the value of a parameter. Raises UserError if tied names hold different values."""
         if parameter in self.merges:
             return self.merges[parameter]({name: self.directory.value(name) for name in self.stored[parameter]})
         first, *others = self.stored[parameter]
@@ -223,7 +226,7 @@ class Weights:
 
 
 def _bits(value: Tensor) -> Tensor:
-    """Equal for equal values of either type, and for a NaN that is the same."""
+    """Returns bits that are equal for equal values of any type, and for equal NaNs."""
     return value.float().view(torch.int32)
 
 
@@ -233,10 +236,10 @@ def match(
     stored_as: Mapping[str, str | None],
     merges: Mapping[str, Merge],
 ) -> Weights:
-    """Which stored tensor is which parameter; `stored_as`: stored name -> parameter, None = of no use to the model.
-    `merges`: how a parameter is made of several stored tensors.
+    """Finds which stored tensor is which parameter. `stored_as`: stored name -> parameter; None: the model does not use
+    it. `merges`: how a parameter is made from several stored tensors.
 
-    Raises UserError with names for parameters without a tensor, tensors without a parameter, other shapes or types.
+    Raises UserError that names parameters without a tensor, tensors without a parameter, and other shapes or types.
     """
     found: dict[str, list[str]] = {}
     for stored, parameter in stored_as.items():
@@ -277,7 +280,7 @@ def _can_merge(merge: Merge, tensors: Mapping[str, StoredTensor], shape: tuple[i
 
 
 def stored_name(parameter: str) -> str:
-    """The name in the files of one of our parameters."""
+    """Returns the name in the files of one of our parameters."""
     return parameter.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 

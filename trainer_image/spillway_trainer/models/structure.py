@@ -1,4 +1,4 @@
-"""Text models of `transformers` by their structure: what computes hidden states, the layers, what computes logits.
+"""Text models of `transformers`, cut by their structure: what computes hidden states, the layers, what computes logits.
 
     before  the model's own forward, up to its first layer
     layer   called with what the model's own forward gives it: masks and positions are captured, once per batch shape
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from spillway.api.model import CHATS_NEED_CAUSAL
 from spillway.errors import UserError
 
 from ..corpus.objective import TrainingObjective
+from ..corpus.packing import Documents, Lengths
 from .chain import allocate, whole_shape
+from .documents import ATTENTION, positions, reading
 from .huggingface import HuggingFaceChain, numbered
 from .loss import token_loss
 from .source import PREFIX
@@ -35,22 +39,22 @@ from .source import PREFIX
 MASKED: dict[str, str] = dict(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 """Model type -> class that predicts masked tokens."""
 BATCH, LENGTH = 2, 5
-"""Of the run of a small copy."""
+"""Batch size and sequence length when a small copy runs."""
 MOST_PARAMETERS = 1 << 26
-"""Of a small copy: the CPU computes it whenever a model is built."""
+"""Most parameters of a small copy, because the CPU computes it whenever a model is built."""
 MOST_POSITIONS_TRIED = 4096
-"""Tokens that a small copy reads at once."""
+"""Most tokens that a small copy reads at once."""
 SMALL = {
     **dict.fromkeys(("vocab_size", "intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "ffn_hidden_size"), 32),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size"), LENGTH // 2),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size", "floor_scale"), LENGTH // 2),
 }
 """Sizes of a small copy, by their names in config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a module is called: its arguments, with Tensor in the place of each tensor."""
+    """How a module is called: its arguments, with the class Tensor in place of each tensor."""
 
     values: tuple[Any, ...]
     spec: Any
@@ -62,7 +66,7 @@ class Call:
 
 
 def recorded(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Call, list[Tensor]]:
-    """A call with these arguments, and the tensors among them."""
+    """Returns a Call with these arguments, and the tensors among them."""
     leaves, spec = tree_flatten((positional, named))
     values = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return Call(values, spec), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -70,25 +74,26 @@ def recorded(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[Call, 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Names of modules, those of the base model below it."""
+    """Names of modules; those inside the base model are relative to it."""
 
     base: str
-    """The base model: the module with the layers that the forward of the model with its head calls."""
+    """The base model: the module that contains the layers, and that the forward of the model with its head calls."""
     layers: str
     """The list of layers."""
     num_returned: int
-    """Values that a layer returns, hidden states first; 0: the hidden states themselves."""
+    """Number of values that a layer returns, hidden states first; 0: it returns the hidden states themselves."""
     before: tuple[str, ...]
     """Modules with parameters that compute the first hidden states."""
     embedding: tuple[str, Call] | None
-    """The one module that computes them from the tokens alone, if there is one."""
+    """The module that alone computes the first hidden states, from only the tokens, and its Call; None if there is
+    none."""
     after: tuple[str, ...]
-    """Modules that are called one after the other with what the last layer returned."""
+    """Modules that are called one after another, beginning with what the last layer returned."""
     output: type
-    """What the base model returns."""
+    """Type that the base model returns."""
     max_positions: int | None
     unused: frozenset[str] = frozenset()
-    """Parameters of the model that its forward does not use: second names of tied ones."""
+    """Parameters that the model's forward does not use: second names of tied ones."""
 
 
 class _Reached(Exception):
@@ -100,7 +105,7 @@ class _Reached(Exception):
 
 
 class _Stand(nn.Module):
-    """Is called in place of a module, whose attributes it has."""
+    """Is called in place of a module, and has that module's attributes."""
 
     def __init__(self, module: nn.Module, answer: Callable[..., Any]) -> None:
         super().__init__()
@@ -112,7 +117,7 @@ class _Stand(nn.Module):
 
 @contextmanager
 def _replaced(root: nn.Module, path: str, answer: Callable[..., Any]) -> Iterator[None]:
-    """A module, or each module of a list, is called as `answer`."""
+    """Inside, calls of a module, or of each module of a list, are calls of `answer`."""
     owner, _, name = path.rpartition(".")
     modules = root.get_submodule(owner)._modules
     known = modules[name]
@@ -131,24 +136,29 @@ def _stop(x_BTD: Tensor, *_: Any, **__: Any) -> None:
 
 
 class Before(nn.Module):
-    """Tokens to the hidden states that the first layer gets."""
+    """Computes from tokens the hidden states that the first layer gets."""
 
     def __init__(self, base: nn.Module, structure: Structure) -> None:
         super().__init__()
         self.parts = nn.ModuleList(base.get_submodule(path) for path in structure.before)
-        self._run = (base, structure)  # a tuple, so that the whole model is not a part of this one
+        self._run = (base, structure)  # a tuple, so that the whole model is not registered as a part of this one
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, lengths: Lengths | None = None, positions_BT: Tensor | None = None) -> Tensor:
         base, structure = self._run
-        if structure.embedding is not None:  # without masks, which the forward makes before its first layer
+        if structure.embedding is not None:  # skips the masks, which the forward makes before its first layer
             path, call = structure.embedding
             return call(base.get_submodule(path), tokens_BT)  # type: ignore[no-any-return]
         try:
-            with _replaced(base, structure.layers, _stop):
-                base(input_ids=tokens_BT, use_cache=False)
+            with _replaced(base, structure.layers, _stop), reading(lengths):
+                base(input_ids=tokens_BT, use_cache=False, **_named(positions_BT))
         except _Reached as reached:
             return reached.x_BTD
         raise AssertionError("the model's forward ended without calling its first layer")
+
+
+def _named(positions_BT: Tensor | None) -> dict[str, Tensor]:
+    """Returns arguments for a forward: none without positions, because not every model's forward takes them."""
+    return {} if positions_BT is None else {"position_ids": positions_BT}
 
 
 class Layer(nn.Module):
@@ -162,7 +172,7 @@ class Layer(nn.Module):
 
 
 class After(nn.Module):
-    """Final norm, output projection and loss: the logits live and die inside one segment."""
+    """Final norm, output projection and loss: the logits exist only inside this segment."""
 
     def __init__(self, model: Any, structure: Structure) -> None:
         super().__init__()
@@ -185,12 +195,13 @@ class After(nn.Module):
 
 
 class StructuralChain(HuggingFaceChain):
-    """A model whose layers are called one after the other, each with the hidden states of the one before."""
+    """A model whose layers are called one after another, each with the hidden states of the layer before it."""
 
     def __init__(
         self, structure: Structure, model: PreTrainedModel, compute: torch.dtype, *, tie_head: bool = True
     ) -> None:
         self.structure = structure
+        self._packed: WeakKeyDictionary[Documents, tuple[Tensor, tuple[Any, ...]]] = WeakKeyDictionary()
         super().__init__(model, compute, tie_head=tie_head)
         self.max_positions = structure.max_positions
         if is_masked(model):
@@ -205,16 +216,37 @@ class StructuralChain(HuggingFaceChain):
             ("head", After(self.model, self.structure)),
         ]
 
-    def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:
-        if segment == "embedding":
-            return ()
+    def arguments(
+        self,
+        segment: str,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        num_tokens: int,
+        documents: Documents | None = None,
+    ) -> tuple[object, ...]:
         if segment == "head":
             return labels_BT, num_tokens
-        return self.tables(tokens_BT)[int(segment.removeprefix("block"))]  # type: ignore[no-any-return]
+        if segment == "embedding" and (documents is None or self.structure.embedding is not None):
+            return ()
+        if documents is None:
+            return self.tables(tokens_BT)[int(segment.removeprefix("block"))]  # type: ignore[no-any-return]
+        positions_BT, calls = self._tables_of(tokens_BT, documents)
+        if segment == "embedding":
+            return documents.lengths, positions_BT
+        return calls[int(segment.removeprefix("block"))]  # type: ignore[no-any-return]
 
-    def make_tables(self, tokens_BT: Tensor) -> tuple[Any, ...]:
-        """For each layer the Call and its tensors, from a run of a copy of the base model: its parameters are zeros
-        without memory, its layers do nothing, and it has no hooks."""
+    def _tables_of(self, tokens_BT: Tensor, documents: Documents) -> tuple[Tensor, tuple[Any, ...]]:
+        """Returns positions, and what each layer gets, for a batch with these documents: made once, and kept as long as
+        `documents`."""
+        if documents not in self._packed:
+            positions_BT = positions(documents.lengths, tokens_BT.device)
+            with reading(documents.lengths):
+                self._packed[documents] = positions_BT, self.make_tables(tokens_BT, positions_BT)
+        return self._packed[documents]
+
+    def make_tables(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> tuple[Any, ...]:
+        """Returns for each layer the Call and its tensors. They come from a run of a copy of the base model: its
+        parameters are zeros without memory, its layers do nothing, and it has no hooks."""
         base, calls = self.model.get_submodule(self.structure.base), []
 
         def capture(*positional: Any, **named: Any) -> Any:
@@ -227,40 +259,44 @@ class StructuralChain(HuggingFaceChain):
         for parameter in base.parameters():
             zero = torch.zeros((), dtype=parameter.dtype, device=tokens_BT.device).expand(whole_shape(parameter))
             replacements[id(parameter)] = nn.Parameter(zero, requires_grad=False)
-        copied = copy.deepcopy(base, replacements).eval()  # else dropout would draw random numbers
+        copied = copy.deepcopy(base, replacements).eval()  # in training mode, dropout would draw random numbers
         for module in copied.modules():
             module._forward_pre_hooks.clear()
             module._forward_hooks.clear()
         with torch.no_grad():
-            copied(input_ids=torch.zeros_like(tokens_BT), use_cache=False)
+            copied(input_ids=torch.zeros_like(tokens_BT), use_cache=False, **_named(positions_BT))
         return tuple(calls)
 
     def deviation(self, name: str) -> float:
-        """In gpt2 projections onto the residual stream start smaller, by their number (Radford et al. 2019)."""
+        """In gpt2, projections onto the residual stream start smaller, by the root of their number (Radford et al.
+        2019)."""
         deviation = super().deviation(name)
         if self.config.model_type == "gpt2" and name.endswith("c_proj.weight"):
             return deviation / math.sqrt(2 * self.config.n_layer)
         return deviation
 
 
-_KNOWN: dict[tuple[type[PreTrainedModel], str], Structure] = {}
+_KNOWN: dict[tuple[type[PreTrainedModel], str, bool], Structure] = {}
 
 
-def structure_of(model: PreTrainedModel) -> Structure:
-    """Finds the structure of `model`, and proves on a small copy that its chain computes the same.
+def structure_of(model: PreTrainedModel, packed_length: int = 0) -> Structure:
+    """Finds the structure of `model`, and proves on a small copy that its chain computes the same. `packed_length`:
+    as in `families.chain_of`; proves, too, that each of several documents in a row is computed as if it were alone.
 
-    Raises UserError that says why the model is no chain.
+    Raises UserError that says why the model cannot be a chain, or cannot read such rows.
     """
     name, failed = type(model).__name__, None
     _check_config(model.config, name)
+    if packs := packed_length > 0:
+        _check_rope(model, packed_length)
     for sizes in (SMALL, None):
         small = _small(model, sizes)
-        key = type(model), small.to_json_string(use_diff=False)
+        key = type(model), small.to_json_string(use_diff=False), packs
         try:
             if key not in _KNOWN:
                 with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
                     torch.manual_seed(0)
-                    _KNOWN[key] = _proven(model, small)
+                    _KNOWN[key] = _proven(model, small, packs=packs)
             return _KNOWN[key]
         except UserError:
             raise
@@ -277,7 +313,7 @@ def no_chain(name: str, why: str) -> UserError:
 
 
 def _check_config(config: Any, name: str) -> None:
-    """Raises UserError for what a chain does not do."""
+    """Raises UserError for settings that a chain does not support."""
     if getattr(config, "is_encoder_decoder", False):
         raise no_chain(name, "it has an encoder and a decoder instead of one sequence of layers")
     if getattr(config, "output_router_logits", False):
@@ -295,7 +331,7 @@ def _check_config(config: Any, name: str) -> None:
 
 
 def _list_of_layers(model: Any) -> str:
-    """Name of the only list of all layers."""
+    """Returns the name of the only list that holds all layers. Raises UserError if there is not exactly one."""
     count = getattr(model.config, "num_hidden_layers", None)
     lists: dict[str, int] = {}
     for path, module in model.named_modules():
@@ -312,7 +348,8 @@ def _list_of_layers(model: Any) -> str:
 
 
 def _small(model: PreTrainedModel, sizes: Mapping[str, int] | None) -> PreTrainedConfig:
-    """The configuration with as few layers as show each kind of them; with `sizes`, and two heads of the same width."""
+    """Returns the configuration with just enough layers to show each kind of layer; with `sizes`, also with these sizes
+    and two heads of the same width as before."""
     config: Any = copy.deepcopy(model.config)
     layers: Any = model.get_submodule(_list_of_layers(model))
     lists = {name: v for name, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == len(layers)}
@@ -345,15 +382,15 @@ def _small(model: PreTrainedModel, sizes: Mapping[str, int] | None) -> PreTraine
 
 
 def _outside(model: PreTrainedModel) -> set[str]:
-    """Names of parameters that belong to no layer."""
+    """Returns the names of the parameters that belong to no layer."""
     layers = _list_of_layers(model) + "."
     return {name for name, _ in model.named_parameters() if not name.startswith(layers)}
 
 
-def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
-    """The structure that a run of a small model shows, whose chain computes the same logits and gradients.
+def _proven(model: PreTrainedModel, config: PreTrainedConfig, *, packs: bool) -> Structure:
+    """Returns the structure that a run of a small model shows, if its chain computes the same logits and gradients.
 
-    Raises ValueError if it is too large, or has other modules than `model`.
+    Raises ValueError if the copy is too large, or has other parameters outside the layers than `model`.
     """
     with torch.device("meta"):
         empty = type(model)(config)
@@ -379,32 +416,89 @@ def _proven(model: PreTrainedModel, config: PreTrainedConfig) -> Structure:
     allocate(chain)
     for name, parameter in chain.named_parameters():
         parameter.data.copy_(whole.get_parameter(name.removeprefix(PREFIX)))
-    x: Any = tokens
-    for name, segment in chain.segments[:-1]:
-        x = segment(x, *chain.arguments(name, tokens, labels, labels.numel()))
-    head: Any = chain.segments[-1][1]
-    found = head.logits(x)
+    found = _logits(chain, tokens)
     token_loss(found, labels, labels.numel()).backward()  # type: ignore[no-untyped-call]
     if not torch.equal(found, logits):
         raise no_chain(
             type(model).__name__,
             "in a trial run of a small copy, calling the layers one by one gave other logits than the model's forward",
         )
-    return replace(structure, unused=_compared(chain, whole))
+    proven = replace(structure, unused=_compared(chain, whole))
+    if packs:
+        _check_packing(chain, whole, tokens)
+    return proven
+
+
+def _logits(chain: StructuralChain, tokens_BT: Tensor, documents: Documents | None = None) -> Tensor:
+    """Runs the segments one by one."""
+    x: Any = tokens_BT
+    for name, segment in chain.segments[:-1]:
+        x = segment(x, *chain.arguments(name, tokens_BT, tokens_BT, 1, documents))
+    head: Any = chain.segments[-1][1]
+    return head.logits(x)  # type: ignore[no-any-return]
+
+
+def _check_packing(chain: StructuralChain, whole: Any, tokens_BT: Tensor) -> None:
+    """Raises UserError unless each document of a row has the logits that it has alone. Afterwards, both models attend
+    within documents."""
+    if is_masked(whole):
+        raise UserError(CHATS_NEED_CAUSAL)
+    if (attention := whole.config._attn_implementation) != "sdpa":
+        raise _no_packing(whole, f"its attention is `{attention}` of transformers, but packing needs `sdpa`")
+    documents = Documents(((LENGTH - 1, 1), (1, LENGTH - 1)))
+    rows = [torch.split(tokens_BT[row], list(lengths)) for row, lengths in enumerate(documents.lengths)]
+    for parameter in (*whole.parameters(), *chain.parameters()):
+        parameter.data.mul_(4.0)  # so that attention is sharp, and a wrong score shows in the logits
+    try:
+        with torch.no_grad():
+            alone = [
+                torch.cat([whole(input_ids=each[None], use_cache=False).logits[0] for each in row]) for row in rows
+            ]
+            chain.config._attn_implementation = ATTENTION
+            logits = _logits(chain, tokens_BT, documents)
+    except Exception as error:
+        why = f"its own code changes attention masks, which packing replaces ({type(error).__name__}: {error})"
+        raise _no_packing(whole, why) from error
+    if not torch.allclose(logits, torch.stack(alone), rtol=1e-4, atol=1e-6):
+        raise _no_packing(
+            whole, "in a trial run of a small copy, the logits of a document depended on the others in its row"
+        )
+
+
+def _check_rope(model: PreTrainedModel, packed_length: int) -> None:
+    """Raises UserError if rotary embeddings depend on the largest position of a batch, which could be another
+    document's."""
+    given: Any = getattr(model.config, "rope_parameters", None) or {}
+    for rope in [given, *given.values()]:
+        if isinstance(rope, dict) and (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
+            limit = rope.get("original_max_position_embeddings") or model.config.max_position_embeddings
+            if packed_length > limit:
+                raise _no_packing(
+                    model,
+                    f"a document of more than {limit} tokens would change the rotary embeddings ({kind}) of all others",
+                    f"use a spec.training.sequenceLength of at most {limit}, or ",
+                )
+
+
+def _no_packing(model: Any, why: str, other_remedy: str = "") -> UserError:
+    return UserError(
+        f"spec.data.packing: {type(model).__name__} cannot read several documents in one row: {why}; {other_remedy}set "
+        "spec.data.packing to false"
+    )
 
 
 def is_masked(model: PreTrainedModel) -> bool:
-    """Whether it learns to predict masked tokens."""
+    """Whether the model learns to predict masked tokens."""
     return type(model).__name__ in MASKED.values()
 
 
 def _check_order(whole: Any, tokens: Tensor, logits: Tensor) -> None:
-    """Raises UserError for a model that is to predict the next token, and reads it."""
+    """Raises UserError if a model is to predict the next token, but its logits depend on later tokens."""
     changed = tokens.clone()
     changed[:, -1] = (changed[:, -1] + 1) % int(whole.config.vocab_size)
     with torch.no_grad():
         others = whole(input_ids=changed, use_cache=False).logits
-    # Experts compute the tokens that are routed to them together, which may round differently.
+    # Experts compute all tokens that are routed to them together, which may round differently.
     if not is_masked(whole) and not torch.allclose(others[:, :-1], logits[:, :-1], rtol=1e-4, atol=1e-6):
         raise UserError(
             f"{type(whole).__name__}: its logits depend on later tokens, so it cannot learn to predict the next one; "
@@ -413,7 +507,7 @@ def _check_order(whole: Any, tokens: Tensor, logits: Tensor) -> None:
 
 
 def _compared(chain: StructuralChain, whole: Any) -> frozenset[str]:
-    """Raises UserError for a gradient that is not that of `whole`; returns the parameters that are not used."""
+    """Returns the parameters that are not used. Raises UserError for a gradient that differs from that of `whole`."""
     sums: dict[str, Tensor] = {}
     unused = set()
     for name, parameter in reversed(list(chain.named_parameters())):  # the order of backward
@@ -436,12 +530,14 @@ def _compared(chain: StructuralChain, whole: Any) -> frozenset[str]:
 
 
 def second_names(model: Any) -> Mapping[str, str]:
-    """Names of parameters that the class of `model` can tie to another one, each with the name of that."""
+    """Returns, for each parameter that the class of `model` can tie to another one, its name -> the name of that
+    one."""
     return {owner: alias for alias, owner in (model._tied_weights_keys or {}).items()}
 
 
 def _observed(whole: Any, tokens: Tensor) -> Structure:
-    """Runs the forward and notes which modules it calls, in which order, and with what."""
+    """Runs the forward, notes which modules it calls, in which order and with what, and derives the structure from
+    that."""
     name, path = type(whole).__name__, _list_of_layers(whole)
     layers = [f"{path}.{index}" for index in range(len(whole.get_submodule(path)))]
     inputs: dict[str, Any] = {}
@@ -460,7 +556,7 @@ def _observed(whole: Any, tokens: Tensor) -> Structure:
 
     outside = {p: m for p, m in whole.named_modules() if p and (p in layers or not p.startswith(f"{path}."))}
     hooks = [hook for module_path, module in outside.items() for hook in note(module_path, module)]
-    whole.train()(input_ids=tokens, use_cache=False)  # with dropout, which returns its input itself if it does nothing
+    whole.train()(input_ids=tokens, use_cache=False)  # in training mode: otherwise dropout returns its very input
     for hook in hooks:
         hook.remove()
     whole.eval()
@@ -500,9 +596,10 @@ def _observed(whole: Any, tokens: Tensor) -> Structure:
 
 
 def _check_layers(name: str, calls: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raises UserError unless each layer gets the hidden states of the one before, and shares nothing with it.
+    """Raises UserError unless each layer gets the hidden states of the layer before it, and shares nothing else with
+    it.
 
-    `calls`: layer -> what it was called with and what it returned.
+    `calls`: layer -> what it was called with, and what it returned.
     """
     last: Any = None
     for layer, ((positional, named), output) in calls.items():
@@ -529,7 +626,7 @@ def _check_layers(name: str, calls: Mapping[str, tuple[Any, Any]]) -> None:
 
 
 class _LookUps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Rows of each table that is looked up in, and the largest number of a row that was."""
+    """Notes for each lookup table its number of rows, and the largest row number that was read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -544,7 +641,8 @@ class _LookUps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _max_positions(base: nn.Module) -> int | None:
-    """Rows of the smallest table of positions: one more of them is read for one more token."""
+    """Returns the longest sequence for which the smallest position table (a table in which one more row is read for
+    each further token) has enough rows; if there is no such table, the stated limit."""
     read = []
     for length in (LENGTH, LENGTH + 1):
         with torch.no_grad(), _LookUps() as tables:
@@ -560,7 +658,8 @@ def _max_positions(base: nn.Module) -> int | None:
 
 
 def _stated_limit(base: nn.Module) -> int | None:
-    """Of positions that are looked up in another way: what the configuration states, if one token more is an error."""
+    """Returns the limit that the configuration states if one more token raises an error: for positions that are looked
+    up in another way."""
     config = getattr(base, "config", None)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")  # several may name one value
     stated = (getattr(config, name, None) for name in names)

@@ -2,11 +2,11 @@
 
     embedding -> encoder0 .. -> decoder0 .. -> head
 
-The encoder's last norm belongs to its last layer, the embedding of what is decoded to the decoder's first.
+The encoder's final norm is part of its last layer, and the decoder's embedding is part of its first layer.
 
-Shapes: B = micro-batch, P = tokens that the encoder reads, T - P = tokens that are decoded, D = hidden size, H = heads.
-The first layer of a stack computes its position bias, a function of a parameter, so it is carried beside the hidden
-states; the encoder's output is carried through the decoder, whose every layer attends to it.
+Shapes: B = micro-batch, P = tokens that the encoder reads, S = T - P = tokens that are decoded, D = hidden size, H =
+heads. The first layer of a stack computes the position bias. The bias depends on a parameter, so it is carried beside
+the hidden states. The encoder's output is carried through the decoder, because every layer attends to it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EncoderLayer(nn.Module):
         self.layer = layer
 
     def forward(self, x_BPD: Tensor, *carried: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """`carried`: the position bias (1, H, P, P) but for the first layer; then the mask."""
+        """`carried`: the position bias (1, H, P, P), except for the first layer; then the mask."""
         *bias, mask = carried
         x_BPD, bias_HPP, _ = self.layer(x_BPD, mask, *bias)
         return x_BPD, bias_HPP
@@ -71,7 +71,7 @@ class DecoderLayer(nn.Module):
         mask: Tensor | None,
         encoder_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The position bias between decoder and encoder is zero, and made by each layer."""
+        """The position bias between decoder and encoder is zero; each layer makes its own."""
         y_BSD, bias_HSS, _ = self.layer(y_BSD, mask, bias_HSS, encoded_BPD, encoder_mask)
         return encoded_BPD, y_BSD, bias_HSS
 
@@ -84,7 +84,7 @@ class FirstDecoderLayer(DecoderLayer):
     def forward(  # type: ignore[override]
         self, encoded_BPD: Tensor, read_BS: Tensor, mask: Tensor | None, encoder_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`read_BS`: the tokens that the decoder reads, one place behind those that it has to say."""
+        """`read_BS`: the tokens that the decoder reads, one position behind those that it has to predict."""
         y_BSD = self.dropout(self.embedding(read_BS))
         return super().forward(encoded_BPD, y_BSD, None, mask, encoder_mask)
 
@@ -149,7 +149,8 @@ class T5(HuggingFaceChain):
         )
 
     def deviation(self, name: str) -> float:
-        """Each matrix by its number of inputs (t5 does not scale queries by the size of a head)."""
+        """A matrix's deviation follows from its number of inputs; that of the query matrix also from the size of a
+        head, by which t5 does not scale queries."""
         config = self.config
         widths = {
             "q": config.d_model * config.d_kv,
@@ -163,9 +164,9 @@ class T5(HuggingFaceChain):
 
 
 def share_embedding(model: PreTrainedModel) -> None:
-    """`shared` is the encoder's embedding under a second name: one module, whose use is the encoder's.
+    """Makes `shared` a second name of the encoder's embedding: one module, which counts as used by the encoder.
 
-    Raises UserError when what the decoder reads first, or in the place of a masked label, is no token.
+    Raises UserError if what the decoder reads first, or in place of a masked label, is no token of the model.
     """
     config: Any = model.config
     for name in ("decoder_start_token_id", "pad_token_id"):

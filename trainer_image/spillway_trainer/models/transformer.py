@@ -35,7 +35,7 @@ class TransformerConfig:
 
 
 class Linear(nn.Module):
-    """As nn.Linear without bias, left unfilled: `initial_values` has every value."""
+    """Like nn.Linear without bias, but unfilled: `initial_values` has every value."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """As nn.Embedding, left unfilled."""
+    """Like nn.Embedding, but unfilled."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, output projection and loss: the logits live and die inside one segment."""
+    """Final norm, output projection and loss: the logits exist only inside this segment."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Transformer(Chain):
         return {"head.lm_head.weight": "embed_tokens.weight"} if self.config.tie_word_embeddings else {}
 
     def arguments(self, segment: str, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> tuple[object, ...]:
-        """Blocks get the rotary tables; the head the labels and what the loss is divided by."""
+        """Blocks get the rotary tables; the head gets the labels and the number that the loss is divided by."""
         if segment == "embedding":
             return ()
         return (labels_BT, num_tokens) if segment == "head" else self._rope_tables(tokens_BT.shape[1], tokens_BT.device)

@@ -1,9 +1,9 @@
 """Dynamic loss scaling for float16: multiplies the loss before backward, because gradients below 2^-25 underflow.
 
-The rule is that of torch.amp.GradScaler, and DeepSpeed's (Micikevicius et al. 2018, arXiv 1710.03740): the scale
-doubles after so many steps in a row whose gradients were finite, and halves after one whose gradients were not, which
-is left out. It is always a power of two. Gradients arrive multiplied by it and are summed so, and the update's factor
-takes it out again: that changes exponents only.
+The rule is that of torch.amp.GradScaler and of DeepSpeed (Micikevicius et al. 2018, arXiv 1710.03740): the scale
+doubles after a number of consecutive steps with finite gradients, and halves after a step with non-finite ones, whose
+update is left out. The scale is always a power of two. Gradients arrive multiplied by it and are summed so, and the
+update's factor divides it out again: both change exponents only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ScaleRule:
 
 @dataclass(slots=True)
 class LossScaler:
-    """The scale of the next step's loss; 1 for ever without a rule. The same on all ranks, since all see one norm."""
+    """The scale of the next step's loss; always 1 without a rule. The same on all ranks, because all see the same
+    norm."""
 
     rule: ScaleRule | None = None
     value: float = field(init=False, default=1.0)
@@ -49,11 +50,11 @@ class LossScaler:
         return self.rule is not None and self.value <= self.rule.minimum
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What backward starts from."""
+        """The loss that backward starts from."""
         return loss if self.rule is None else loss * self.value
 
     def grow(self) -> None:
-        """A step's gradients were finite."""
+        """Called after a step whose gradients were finite."""
         if self.rule is None:
             return
         self.num_finite += 1
@@ -61,7 +62,7 @@ class LossScaler:
             self.value, self.num_finite = 2.0 * self.value, 0
 
     def back_off(self) -> None:
-        """A step's gradients were not finite."""
+        """Called after a step whose gradients were not finite."""
         if self.rule is not None:
             self.value, self.num_finite = max(self.rule.minimum, self.value / 2.0), 0
 
@@ -69,14 +70,15 @@ class LossScaler:
         return {} if self.rule is None else {SCALE: self.value, NUM_FINITE: float(self.num_finite)}
 
     def load(self, scalars: Mapping[str, float]) -> None:
-        """A checkpoint that was imported has none: the scale begins anew."""
+        """Restores the scale from a checkpoint. An imported checkpoint has none: then the scale keeps its initial
+        value."""
         if self.rule is not None and SCALE in scalars:
             self.value, self.num_finite = scalars[SCALE], int(scalars[NUM_FINITE])
 
 
 @contextmanager
 def float16_operations(scale: LossScaler) -> Iterator[None]:
-    """Raises UserError for an operation that torch has not in float16 on this device."""
+    """Raises UserError for an operation that torch does not implement in float16 on this device."""
     try:
         yield
     except RuntimeError as error:

@@ -2,10 +2,10 @@
 
     begin, wait (per segment, before its forward), take (per gradient, during backward) ... -> parts -> norm -> step
                                                              or, when the norm is not finite, -> skip
-    flush, before anybody but the next forward looks
+    flush, before anything but the next forward reads parameters or states
 
-`ResidentOptimizer` is what `memory.mode: Disabled` runs and what every placement is compared with, bit for bit. Its
-arithmetic is reference.py's; the number of updates belongs to the optimizer, not to a parameter.
+`ResidentOptimizer` is what `memory.mode: Disabled` runs, and what every placement is compared with, bit for bit. Its
+arithmetic is that of reference.py; the number of updates belongs to the optimizer, not to a parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .trainable import Trainable, check_gradient, flat, master_values
 
 
 class Update(Protocol):
-    """reference.update: flat tensors, in place; speculation alone asks for the new states elsewhere (`after`)."""
+    """The signature of reference.update: flat tensors, updated in place. Only speculation asks for the new states in
+    other tensors (`after`)."""
 
     def __call__(
         self,
@@ -58,14 +59,15 @@ NO_GROUP = Group("")
 
 
 class GradientPart(Protocol):
-    """Float32 sum over a rank's micro-batches, of a part of one use of a parameter, to be changed in place."""
+    """The float32 sum over a rank's micro-batches of the gradients of a part of one use of a parameter. Its receiver
+    may change it in place."""
 
     settled: tuple[Event, ...]
     """Complete when everything submitted so far is in `values`; whoever submits a change replaces it."""
 
     @property
     def values(self) -> Tensor:
-        """Flat."""
+        """The sum, flat."""
 
     @property
     def memory(self) -> Region: ...
@@ -73,7 +75,7 @@ class GradientPart(Protocol):
 
 @dataclass(slots=True)
 class WholeSum:
-    """The GradientPart of a whole parameter that nothing changes behind the step loop."""
+    """The GradientPart of a whole parameter. No asynchronous operation changes it."""
 
     values: Tensor
     memory: Region
@@ -81,46 +83,49 @@ class WholeSum:
 
 
 class StepOptimizer(Protocol):
-    """Parameters are named as in the model; `take` is called from the post-accumulate hook of a parameter."""
+    """The optimizer as the step loop uses it. Parameters are named as in the model; `take` is called from the
+    post-accumulate hook of a parameter."""
 
     def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
-        """A step begins whose update, if it comes to one, will have this learning rate, and this factor unless it is
-        clipped. Optional: for whoever updates before `step` says so."""
+        """Announces a step: its update, if there is one, will have this learning rate, and this factor unless it is
+        clipped. Optional: for optimizers that update before `step` is called."""
 
     def wait(self, names: Sequence[str]) -> None:
-        """The compute lane, which is about to read these parameters, goes on when their updates are done. Raises the
-        error of one that failed."""
+        """Makes the compute lane, which is about to read these parameters, wait for their updates. Raises the error of
+        an update that failed."""
 
     def take(self, name: str, gradient: Tensor) -> None:
-        """Add one micro-batch's gradient. The caller drops `p.grad` afterwards and never touches `gradient` again."""
+        """Adds one micro-batch's gradient. The caller drops `p.grad` afterwards and never touches `gradient` again."""
 
     def arrived(self) -> Collection[str]:
-        """The uses of parameters (a tied alias is one) that `take` has had a gradient for in this step."""
+        """The uses of parameters (a tied alias is a use) for which `take` has received a gradient in this step."""
 
     def parts(self, names: Sequence[str]) -> Sequence[GradientPart]:
-        """The step's sums of these uses, which have arrived, for whoever adds those of other ranks: all parts of the
-        first, then of the next. Before `norm`."""
+        """The step's sums of these uses, which have arrived, for a caller that adds those of other ranks: all parts of
+        the first use, then of the next. Called before `norm`."""
 
     def norm(self) -> float:
-        """Order-free norm of the step's gradients; waits for them. nan when one of them is not finite."""
+        """Order-free norm of the step's gradients, after waiting for them. nan if one of them is not finite."""
 
     def step(self, learning_rate: float, gradient_scale: float) -> None:
-        """Start the update of every parameter whose gradient came. Who reads one needs `wait`, or `flush`, first."""
+        """Starts the update of every parameter that has received a gradient. Whoever reads a parameter calls `wait` or
+        `flush` first."""
 
     def skip(self) -> None:
-        """Drop the step's gradients; states, parameters and the number of updates stay as they are."""
+        """Drops the step's gradients; states, parameters and the number of updates stay as they are."""
 
     def flush(self) -> None:
-        """Return when every update is done and visible in the parameters."""
+        """Returns when every update is done and visible in the parameters."""
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Canonical state, the same for every plan: "<kind>.<name>" for the kinds of the rule ("master.<name>" first),
-        copies in the parameter's shape (quantized ones flat): masters float32, moments in the type that they are kept
-        in; aliases are absent. Flushes first."""
+        copies in the parameter's shape (quantized ones flat). Masters are float32, moments have the type in which they
+        are stored; aliases are absent. Flushes first."""
 
     def load(self, name: str, value: Tensor) -> None:
-        """Set one entry of `state`, or a moment from float32 values, which are narrowed to what it is kept in; a master
-        also sets the parameter, rounded to its dtype, and its NaNs are the declared one."""
+        """Sets one entry of `state`. A moment may also be given in float32; it is then narrowed to the type in which it
+        is stored. A master also sets the parameter, rounded to its dtype, and its NaNs become the declared one
+        (reference.py)."""
 
     def scalars(self) -> dict[str, float]: ...
 
@@ -132,8 +137,8 @@ class StepOptimizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """What does not change from step to step; a rule reads what it has. Vectors (dim < 2) do not decay, unless their
-    group says so."""
+    """Settings that do not change from step to step; a rule reads those that it has. Vectors (dim < 2) do not decay,
+    unless their group says so."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -143,25 +148,26 @@ class Hyperparameters:
     rule: UpdateRule = UpdateRule.ADAMW
     moments: MomentType = MomentType.FLOAT32
     groups: Mapping[str, Group] = field(default_factory=dict)
-    """By parameter: those with their own learning rate or decay."""
+    """By parameter: the groups of those with their own learning rate or decay."""
 
     def state_dtype(self, kind: str) -> torch.dtype:
         return torch.float32 if kind == MASTER else MOMENT_DTYPES[self.moments]
 
     def state_elements(self, kind: str, num_values: int) -> int:
-        """Elements of state_dtype that a parameter's state has, or a part of it that begins at a block."""
+        """Elements of state_dtype in the state of a parameter of `num_values`, or of a part of one that begins at a
+        block."""
         return kept_elements(num_values, self.state_dtype(kind))
 
     def state_shape(self, kind: str, shape: torch.Size) -> tuple[int, ...]:
-        """Of a parameter's state as `StepOptimizer.state` gives it."""
+        """The shape of a parameter's state as `StepOptimizer.state` gives it."""
         quantized = self.state_dtype(kind) == torch.uint8
         return (self.state_elements(kind, shape.numel()),) if quantized else tuple(shape)
 
 
 @dataclass(slots=True)
 class UpdateCount:
-    """Updates done, and, for a rule that corrects bias, beta^t by repeated fp64 product: carried in the checkpoint, so
-    resume repeats the same bits."""
+    """The number of updates done and, for a rule that corrects bias, beta^t as a repeated fp64 product. Stored in the
+    checkpoint, so that a resumed run repeats the same bits."""
 
     settings: Hyperparameters
     num_updates: int = 0
@@ -212,23 +218,24 @@ class UpdateCount:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
-    """One parameter's or chunk's states, flat; `master` is float32, or the memory of a parameter that is its own."""
+    """One parameter's or chunk's states, flat. `master` is float32; it is the parameter's memory if the parameter is
+    its own master."""
 
     master: Tensor
-    """If its parameter has the upper half: the rest, uint8 (master_halves.py)."""
+    """If the parameter has its upper half: only the rest, uint8 (master_halves.py)."""
     moments: tuple[Tensor, ...]
-    """In the order of the rule, in the type in which they are stored."""
+    """In the rule's order of moments, in the type in which they are stored."""
 
     def of(self, rule: UpdateRule, kind: str) -> Tensor:
-        """`kind` is one of rule.state_kinds."""
+        """The state of this `kind`, one of rule.state_kinds."""
         return (self.master, *self.moments)[rule.state_kinds.index(kind)]
 
 
 class ResidentOptimizer:
     """Masters, moments and float32 accumulators on the device, charged to its ledger.
 
-    On a CPU the first float32 gradient of a step is its accumulator: nothing is copied, and until backward there is
-    none.
+    On a CPU the first float32 gradient of a step becomes its accumulator: nothing is copied, and before backward there
+    is no accumulator.
     """
 
     def __init__(
@@ -240,7 +247,7 @@ class ResidentOptimizer:
         update: Update = kernels.update,
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
-        """`gradient_dtype`: that in which gradients come; none = that of their parameter."""
+        """`gradient_dtype`: the dtype of gradients; None: that of their parameter."""
         self._trainable = Trainable.of(parameters, tied)
         self._gradient_dtype = gradient_dtype
         self._count, self._rule, self._settings = UpdateCount(settings), settings.rule, settings
@@ -255,7 +262,7 @@ class ResidentOptimizer:
         self._adopted = {
             name
             for name, owner in owners.items()
-            # Sharded models, which name the type, send pieces of their buffers.
+            # Sharded models, which set `gradient_dtype`, pass pieces of their own buffers.
             if gradient_dtype is None and owner.device.type == "cpu" and owner.dtype == torch.float32
         }
         """Uses whose first gradient becomes the accumulator."""
@@ -267,10 +274,10 @@ class ResidentOptimizer:
         self._arrived: set[str] = set()
 
     def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
-        """Nothing is updated before `step`."""
+        """Nothing to do: nothing is updated before `step`."""
 
     def wait(self, names: Sequence[str]) -> None:
-        """`step` returns when all is done."""
+        """Nothing to do: `step` returns when every update is done."""
 
     def take(self, name: str, gradient: Tensor) -> None:
         parameter = self._trainable.parameters[self._trainable.owner(name)]
@@ -302,7 +309,7 @@ class ResidentOptimizer:
             scalars = self._count.scalars(name, parameter, learning_rate, gradient_scale)
             out = None if parameter.dtype == torch.float32 else flat(parameter)
             self._update(scalars, states.master, states.moments, self._accumulators[name], out)
-            increment_version(parameter)  # a backward of before this step must not go on unnoticed
+            increment_version(parameter)  # backward of a graph from before this step must raise
         self.skip()
 
     def skip(self) -> None:
@@ -311,7 +318,7 @@ class ResidentOptimizer:
         self._arrived.clear()
 
     def flush(self) -> None:
-        """Nothing is ever in flight."""
+        """Nothing to do: nothing is ever in flight."""
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._trainable.parameters.items():
@@ -354,23 +361,24 @@ class ResidentOptimizer:
 
 
 def as_loaded(value: Tensor, kind: str, settings: Hyperparameters) -> Tensor:
-    """A state that `StepOptimizer.load` is given, flat, as it is kept: a master's NaNs are the declared one."""
+    """A state that `StepOptimizer.load` is given, flat and in the type in which it is stored; a master's NaNs become
+    the declared one."""
     values = in_dtype(value.reshape(-1), settings.state_dtype(kind), kind)
     return quiet(values) if kind == MASTER and bool(values.isnan().any()) else values
 
 
 def in_dtype(value: Tensor, dtype: torch.dtype, kind: str) -> Tensor:
-    """A state as `StepOptimizer.load` takes it, in the type that it is kept in."""
+    """A state that `StepOptimizer.load` is given, in the type in which it is stored."""
     return value if value.dtype == dtype else narrowed(value.float(), dtype, kind)
 
 
 def shaped(state: Tensor, shape: torch.Size) -> Tensor:
-    """A flat state as `StepOptimizer.state` gives it; quantized ones have no shape but their bytes."""
+    """A flat state in the shape in which `StepOptimizer.state` gives it; quantized ones stay flat bytes."""
     return state if state.dtype == torch.uint8 else state.view(shape)
 
 
 def _states_bytes(parameter: Parameter, settings: Hyperparameters) -> int:
-    """With float32 compute the parameter is its own master."""
+    """Bytes of a parameter's states. With float32 compute the parameter is its own master."""
     n, has_master = parameter.numel(), parameter.dtype != torch.float32
     return FLOAT32_BYTES * n * has_master + settings.moments.bytes_of(n) * len(settings.rule.moments)
 

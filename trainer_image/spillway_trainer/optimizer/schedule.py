@@ -13,7 +13,8 @@ ScheduleName = Literal["Constant", "Linear", "Cosine"]
 class LearningRate:
     """Linear warm-up to `peak`, then constant, or a decay that would reach `final_fraction` at step `num_steps`.
 
-    Steps count from 0. The first warm-up step already moves (peak / warmup_steps), and so does the last of the run.
+    Steps count from 0. The first warm-up step already has a rate above 0 (peak / warmup_steps), and so does the last
+    step of the run.
     """
 
     name: ScheduleName

@@ -21,13 +21,14 @@ class Trainable:
     parameters: dict[str, Parameter]
     """Owners only, in declared order."""
     tied: dict[str, str] = field(default_factory=dict)
-    """Alias -> owner: one storage, but a leaf and an accumulator each, summed once at the end of the step."""
+    """Alias -> owner: both share one storage, but each has its own leaf and accumulator, summed once at the end of the
+    step."""
 
     @classmethod
     def of(
         cls, parameters: Sequence[tuple[str, Parameter]], tied: Mapping[str, str], streamed: Container[str] = ()
     ) -> Trainable:
-        """`streamed` parameters have no memory of their own: shape and dtype count, layout and sharing do not."""
+        """`streamed` parameters have no memory of their own: their layout, device and sharing are not checked."""
         trainable = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         for name, parameter in trainable.items():
             _check(name, parameter, is_streamed=name in streamed)
@@ -63,7 +64,8 @@ def _check(name: str, parameter: Parameter, *, is_streamed: bool) -> None:
 
 
 def _check_device(parameters: Mapping[str, Parameter]) -> None:
-    """Those that stay on the device are on one: a rank has one, and it moves every copy to and from there."""
+    """Raises UserError unless all parameters that stay on the device are on the same one: a rank has one device, and
+    every copy moves to and from that."""
     devices = {name: parameter.device for name, parameter in parameters.items()}
     first = next(iter(devices.values()), None)
     for name, device in devices.items():
@@ -75,7 +77,7 @@ def _check_device(parameters: Mapping[str, Parameter]) -> None:
 
 
 def cut(num_parameters: int, chunk_parameters: int) -> list[tuple[int, int]]:
-    """(offset, size) of one parameter's chunks: all of `chunk_parameters`, the last one of what is left."""
+    """(offset, size) of one parameter's chunks: all have `chunk_parameters` values, the last one what is left."""
     return [
         (offset, min(chunk_parameters, num_parameters - offset))
         for offset in range(0, num_parameters, chunk_parameters)
@@ -88,7 +90,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def check_gradient(name: str, parameter: Parameter, gradient: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`gradient` flat and contiguous. Raises UserError when it is not dense and of `dtype` (none: the parameter's)."""
+    """`gradient` flat and contiguous. Raises UserError unless it is dense and of `dtype` (None: the parameter's)."""
     expected = dtype or parameter.dtype
     if gradient.layout != torch.strided or gradient.dtype != expected:
         raise UserError(
@@ -99,5 +101,5 @@ def check_gradient(name: str, parameter: Parameter, gradient: Tensor, dtype: tor
 
 
 def master_values(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """The float32 master as parameter values: itself, or rounded to bfloat16 or float16."""
+    """The float32 master as parameter values: unchanged, or rounded to bfloat16 or float16."""
     return rounded(master, dtype)

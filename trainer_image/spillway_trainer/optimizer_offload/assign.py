@@ -23,7 +23,7 @@ class Path(StrEnum):
 
     @property
     def updates_on_cpu(self) -> bool:
-        """CPU threads update it from an accumulator in host memory."""
+        """Whether CPU threads update the chunk, from an accumulator in host memory."""
         return self in (Path.CPU, Path.NVME)
 
 
@@ -51,7 +51,8 @@ class Shares:
 
     @property
     def of_cpu(self) -> Shares:
-        """How the CPU's updates are divided by where their states live; where it has none: all in host memory."""
+        """How the CPU's updates divide between states in host memory and states on NVMe; all in host memory if there
+        are none."""
         both = self.cpu + self.nvme
         return Shares(1.0 - self.nvme / both, 0.0, 0.0, self.nvme / both) if both else ALL_IN_HOST
 
@@ -87,8 +88,8 @@ def assign(sizes: Sequence[int], shares: Shares) -> list[Path]:
     """The path of each chunk, in update order.
 
     Every path works at a rate proportional to its share, so after T parameters it should have taken share x T. Each
-    chunk goes to the path that is furthest behind, the one that would finish earliest against that clock: the paths
-    alternate evenly, and at every prefix each share is met within one chunk (the largest one seen).
+    chunk goes to the path that is furthest behind this target and so would finish earliest: the paths alternate evenly,
+    and at every prefix each share is met within one chunk (the largest one seen).
     """
     paths: list[Path] = []
     behind = dict.fromkeys(Path, 0.0)  # parameters due by share, less parameters taken
@@ -102,11 +103,11 @@ def assign(sizes: Sequence[int], shares: Shares) -> list[Path]:
 
 
 def assign_by_size(sizes: Sequence[int], shares: Shares) -> list[Path]:
-    """As `assign`, but chunks of less than half of the largest are the CPU's, where its share has room for all of them.
+    """Like `assign`, but chunks of less than half of the largest go to the CPU, if its share has room for all of them.
 
-    Two slots keep both directions of the link busy as long as what is in them is of one size: a small chunk's copies
-    end early, and the link waits until the other slot's states went back. Every norm's weights would cost a chunk's
-    copy.
+    Two slots keep both directions of the link busy only while their chunks have the same size: a small chunk's copies
+    end early, and the link waits until the states of the other slot have gone back. The weights of every norm would
+    cost as much as the copy of a large chunk.
     """
     half = max(sizes, default=0) / 2
     large = [size for size in sizes if size >= half]
@@ -118,8 +119,9 @@ def assign_by_size(sizes: Sequence[int], shares: Shares) -> list[Path]:
 
 
 def stride(every: int) -> Assignment:
-    """Deep Optimizer States' own assignment, for comparison: the device updates every `every`-th chunk, whatever its
-    size, so that no share between 0 and 1/2 but 1/k can be had. Raises ValueError for a stride outside 2..10."""
+    """The assignment of Deep Optimizer States, for comparison: the device updates every `every`-th chunk, whatever its
+    size, so that of the shares between 0 and 1/2 only 1/k are possible. Raises ValueError for a stride outside
+    2..10."""
     if every not in STRIDES:
         raise ValueError(
             f"stride {every}: must be from 2 to 10; the device updates every stride-th chunk of the parameters"
@@ -140,8 +142,8 @@ def assign_chunks(
 ) -> list[Chunk]:
     """Chunks of all parameters in update order: the declared order of the parameters, which is forward order.
 
-    `streamed` parameters are updated by the CPU, beside which they live, from states in host memory and on NVMe as the
-    shares have it; the others share what is left of each path.
+    The CPU updates `streamed` parameters, which live outside the device, from states in host memory and on NVMe in the
+    proportion of `shares`; the other parameters share what is left of each path.
     """
     slices = [
         (name, offset, size) for name, count in num_parameters.items() for offset, size in cut(count, chunk_parameters)
@@ -156,8 +158,8 @@ def assign_chunks(
 
 
 def rest_of(shares: Shares, num_parameters: int, num_free: int, of_cpu: Shares = ALL_IN_HOST) -> Shares:
-    """Shares of the `num_free` parameters that may take any path, when all others take the CPU's, as `of_cpu` divides
-    them."""
+    """The shares of the `num_free` parameters that may take any path, if all others take the CPU's paths, divided as in
+    `of_cpu`."""
     num_forced = num_parameters - num_free
     if num_forced == 0 or num_free == 0:
         return shares

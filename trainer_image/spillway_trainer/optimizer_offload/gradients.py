@@ -2,11 +2,11 @@
 
 A CPU chunk's gradient leaves the device once per micro-batch, in its compute dtype, during backward:
     backward -> d2h into a staging slot -> cpu lane adds it to the host accumulator
-Where the device's memory is the host's there is no copy: the cpu lane adds what backward wrote. So it is with a
-gradient of a streamed or resident chunk, which the compute lane adds on the device. Chunks in a row go together
-(`ChunkRun`), and small gradients wait for more, so that one operation adds several. With what is taken to be the last
-gradient of a step, as many as came in the step before, the sum of squares is made at once; one that comes after it
-unmakes it.
+Where device memory is host memory there is no copy: the cpu lane adds what backward wrote. Nor is there one for a
+gradient of a streamed or resident chunk, which the compute lane adds on the device. Consecutive chunks go together
+(`ChunkRun`), and small gradients wait for more, so that one operation adds several. A use of a parameter is expected to
+get as many gradients as in the previous step. With the last of them its sum of squares is computed at once, and
+discarded if yet another gradient comes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 
 from ..kernels import dispatch as kernels
 from ..kernels.reference import SquareSum
+from ..optimizer.plain import FLOAT32_BYTES
 from ..tiers.arena import MemorySlice, Ring, as_bytes
 from ..tiers.device_ledger import DeviceLedger
 from ..tiers.lanes import DONE, Event, Lane, Lanes, Region
 from .assign import Chunk
-from .memory import FLOAT32_BYTES
 
 
 @dataclass(slots=True)
 class Accumulator:
-    """The float32 gradient sum of one chunk of one use of a parameter; an alias has accumulators of its own."""
+    """The float32 gradient sum of one chunk of one use of a parameter; an alias has its own accumulators."""
 
     chunk: Chunk
     memory: MemorySlice
@@ -46,14 +46,14 @@ class Accumulator:
 
 @dataclass(slots=True)
 class ChunkRun:
-    """Chunks in a row of one use of a parameter, whose gradients one operation moves and one adds."""
+    """Consecutive chunks of one use of a parameter. One operation moves all their gradients, and one adds them."""
 
     accumulators: Sequence[Accumulator]
     label: str
     nbytes: int
-    """Of the accumulators."""
+    """Bytes of the accumulators."""
     squares: list[kernels.BegunSum] | None = None
-    """Squares of this step's sums, complete with `squared`; None: not begun."""
+    """Squares of this step's sums, complete when `squared` is; None: not begun."""
     squared: Event = DONE
 
     @classmethod
@@ -80,7 +80,8 @@ class ChunkRun:
 
 
 def runs_of(accumulators: Sequence[Accumulator], most_on_host: int) -> list[ChunkRun]:
-    """All of them, in order; `most_on_host`: chunks of a run that comes down, so that the next one finds free slots."""
+    """All accumulators in runs, in order. `most_on_host`: most chunks of a run whose gradients go to the host, so that
+    the next run finds free slots."""
     found: list[list[Accumulator]] = []
     for one in accumulators:
         joins = found and one.lane is found[-1][0].lane and one.chunk.offset == found[-1][-1].chunk.end
@@ -92,27 +93,28 @@ def runs_of(accumulators: Sequence[Accumulator], most_on_host: int) -> list[Chun
 
 
 BATCH_BYTES = 1 << 20
-"""Of gradients that are added where they are: what one operation adds at least, if backward makes so much."""
+"""Bytes of gradients that one operation adds at least, where they need no copy, if backward makes so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run's part of a gradient, to be added where it is."""
+    """A run's part of a gradient, to be added from where it lies."""
 
     run: ChunkRun
     values: Sequence[Tensor]
-    """One a chunk."""
+    """One tensor per chunk."""
     region: Region
-    """The whole gradient's."""
+    """The memory of the whole gradient."""
     first: bool
-    """It is the sum so far."""
+    """Whether it is the step's first: it overwrites the accumulator."""
     squares: list[kernels.BegunSum] | None
     read: list[Event]
-    """Gets what frees the gradient."""
+    """Receives the events after which the gradient's memory is free."""
 
 
 class GradientWindow:
-    """Bounds the gradients that backward has handed over and that are not read yet, and charges them to the device.
+    """Bounds the bytes of gradients that backward has handed over and that are not read yet, and charges them to the
+    device.
 
     A gradient larger than the window passes alone.
     """
@@ -127,7 +129,7 @@ class GradientWindow:
         return self._bytes + nbytes <= self._window_bytes
 
     def admit(self, nbytes: int) -> None:
-        """Wait for the oldest gradients until `nbytes` more fit."""
+        """Waits for the oldest gradients until `nbytes` more fit."""
         while self._in_flight and not self.has_room(nbytes):
             self._retire()
         self._ledger.charge("gradients", nbytes)
@@ -173,14 +175,15 @@ class Gradients:
         self._accumulate = partial(kernels.accumulate, num_threads=num_threads)
         self._square_sum = partial(kernels.begin_square_sum, num_threads=num_threads)
         self._taken: Counter[str] = Counter()
-        """Gradients by use, in this step."""
+        """Number of gradients of each use in this step."""
         self._expected: Counter[str] = Counter()
-        """The same of the previous step; empty: unknown, nothing is speculated."""
+        """The same for the previous step; empty if unknown: then no sum of squares is computed ahead, and nothing is
+        speculated."""
         self._arrived: set[str] = set()
         self._exchanged = False
         """Whether other ranks' sums are added to the accumulators of this step, maybe on the compute lane."""
         self._waiting: dict[Lane, list[Part]] = {Lane.CPU: [], Lane.COMPUTE: []}
-        """Parts that no operation adds yet."""
+        """Parts whose addition is not submitted yet."""
         self._waiting_bytes = 0
 
     def arrived(self, name: str) -> bool:
@@ -190,8 +193,8 @@ class Gradients:
         return frozenset(self._arrived)
 
     def take(self, name: str, gradient: Tensor) -> bool:
-        """Add a gradient, flat and contiguous, that the compute lane has just written. Returns whether it is taken to
-        be the last one of `name` in this step."""
+        """Adds a gradient, flat and contiguous, that the compute lane has just written. Returns whether it is assumed
+        to be the last one of `name` in this step."""
         nbytes = gradient.numel() * gradient.element_size()
         if not self._window.has_room(nbytes):
             self.hand_over()
@@ -218,7 +221,7 @@ class Gradients:
         return is_last
 
     def hand_over(self) -> None:
-        """Have added what waits for more."""
+        """Submits the additions of the gradients that still wait for more."""
         for lane, parts in self._waiting.items():
             if parts:
                 self._add_in_place(lane, parts)
@@ -226,7 +229,7 @@ class Gradients:
         self._waiting_bytes = 0
 
     def parts(self, names: Sequence[str]) -> list[Accumulator]:
-        """The accumulators of these uses, for whoever adds other ranks' sums."""
+        """The accumulators of these uses, for a caller that adds other ranks' sums to them."""
         self.hand_over()
         self._exchanged = True
         runs = [run for name in names for run in self._runs[name]]
@@ -258,7 +261,8 @@ class Gradients:
             self._arrived.remove(alias)
 
     def square_sum(self) -> SquareSum:
-        """Exact sum of squares of all gradients that arrived; waits for them. Each chunk is read where it lives."""
+        """Exact sum of squares of all gradients that arrived, after waiting for them. Each chunk is read where it
+        lives."""
         self.hand_over()
         runs = list(self._all_arrived())
         for run in runs:
@@ -279,19 +283,19 @@ class Gradients:
         return kernels.finish_square_sums([one for run in runs for one in run.squares or ()])
 
     def leave(self) -> None:
-        """Return when none that arrived is on the device as it came."""
+        """Waits until every gradient that arrived has been read from the memory that backward wrote it to."""
         self.hand_over()
         self._window.drain()
 
     def drop(self) -> None:
-        """Forget what arrived: the next gradient of each use overwrites its accumulator."""
+        """Forgets what arrived: the next gradient of each use overwrites its accumulator."""
         self._arrived.clear()
-        # With other ranks sums change after the last gradient.
+        # With other ranks the sums change after the last gradient, so no gradient is expected to be the last.
         self._expected, self._taken = Counter() if self._exchanged else self._taken, Counter()
         self._exchanged = False
 
     def _exchange(self) -> Sequence[Event]:
-        """What whoever reads an accumulator waits for, beside its own events."""
+        """The events that a reader of an accumulator waits for, besides the accumulator's own."""
         return [self._lanes.computed()] if self._exchanged else []
 
     def _all_arrived(self) -> Iterator[ChunkRun]:
@@ -349,7 +353,7 @@ class Gradients:
             part.run.settle(added)
 
     def _added_bytes(self, part: Part) -> int:
-        """What adding a gradient, and squaring the sums, reads and writes of the accumulators."""
+        """Bytes of the accumulators that adding a gradient, and squaring the sums, reads and writes."""
         return part.run.nbytes * ((1 if part.first else 2) + (part.squares is not None))
 
     def _add(self, parts: Sequence[Part]) -> None:

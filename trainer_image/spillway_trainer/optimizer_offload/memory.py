@@ -1,8 +1,8 @@
 """State blocks: one chunk's states back to back, [master |] moments, each in a row of whole cache lines (NVMe: pages).
 
-So one copy moves them all. With float32 compute a chunk that the device updates has no master in its block: the
-parameter itself is the master and never leaves the device. With bfloat16 compute a streamed chunk has of its master
-what the weight on the device does not say (master_halves.py).
+One copy therefore moves them all. With float32 compute a chunk that the device updates has no master in its block: the
+parameter itself is the master and never leaves the device. With bfloat16 compute the block of a streamed chunk has only
+that part of the master that the weight on the device lacks (master_halves.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from ..kernels.master_halves import rest_bytes
 from ..kernels.reference import kept_elements
-from ..optimizer.plain import MOMENT_DTYPES, Hyperparameters
-from ..tiers.arena import ALIGNMENT_BYTES, padded
-
-FLOAT32_BYTES = 4
+from ..optimizer.plain import FLOAT32_BYTES, MOMENT_DTYPES, Hyperparameters
+from ..tiers.arena import TORCH_ALIGNMENT_BYTES, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +23,11 @@ class StateRows:
     """Where the states of one chunk lie in their block (uint8)."""
 
     row_bytes: tuple[int, ...]
-    """Of each state, without padding."""
+    """Bytes of each state, without padding."""
     dtypes: tuple[torch.dtype, ...]
-    """One per row: the master's, if the block has one (uint8: the rest of it), then those of the moments."""
-    unit_bytes: int = ALIGNMENT_BYTES
-    """Every row is a multiple of it."""
+    """One per row: the master's, if the block has one (uint8 if it is only the rest), then those of the moments."""
+    unit_bytes: int = TORCH_ALIGNMENT_BYTES
+    """The size of every row is a multiple of it."""
     is_split: bool = False
     """Whether the first row is the rest of a master, not a whole one."""
 
@@ -39,11 +37,11 @@ class StateRows:
 
     @property
     def update_bytes(self) -> int:
-        """What an update reads and writes of them, padding apart."""
+        """Bytes of the states that an update reads and writes, without padding."""
         return 2 * sum(self.row_bytes)
 
     def begin(self, index: int) -> int:
-        """Bytes before that row."""
+        """Offset of that row in the block, in bytes."""
         return sum(-(-row // self.unit_bytes) * self.unit_bytes for row in self.row_bytes[:index])
 
     def row(self, block: Tensor, index: int) -> Tensor:
@@ -64,9 +62,9 @@ def rows_of(
     *,
     has_master: bool,
     is_split: bool = False,
-    unit_bytes: int = ALIGNMENT_BYTES,
+    unit_bytes: int = TORCH_ALIGNMENT_BYTES,
 ) -> StateRows:
-    """Of a chunk of `size` parameters."""
+    """The rows of a chunk of `size` parameters."""
     moment = MOMENT_DTYPES[settings.moments]
     rows = [(kept_elements(size, moment) * moment.itemsize, moment) for _ in settings.rule.moments]
     if has_master:

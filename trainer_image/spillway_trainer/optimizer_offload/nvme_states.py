@@ -4,9 +4,9 @@
     cpu                    | update N0 | update N1 | ...
     nvme_write                         | states N0 | ...        a buffer is filled again only after it was written
 
-The spill file is scratch: a checkpoint is what is durable. A state's bytes are checked when they come back. What cannot
-be written stays in host memory where that has room (tiers/nvme_slab.py); else it is an error of the step: everything
-after it fails with the same error, so that no checkpoint sees it.
+The spill file is scratch; only a checkpoint is durable. A state's checksum is verified when it is read back. What
+cannot be written stays in host memory if there is room (tiers/nvme_slab.py). Otherwise the step fails: everything after
+the write fails with the same error, so that no checkpoint sees the state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .memory import StateRows
 
 class NvmeStates(Region):
     """The states of one chunk in the spill file: rows of whole pages, each with the checksum of what was written last.
-    A row that was never written is 0, as moments are before the first update."""
+    A row that was never written reads as 0, as moments are before the first update."""
 
     __slots__ = ("_nvme", "_place", "_rows", "_stored", "settled")
 
@@ -41,23 +41,23 @@ class NvmeStates(Region):
         """Complete when everything submitted so far is in the file."""
 
     def read(self, block: Tensor) -> None:
-        """Fill `block` (uint8, whole pages) with all rows. Runs on lane nvme_read. Raises SpillIOError."""
+        """Fills `block` (uint8, whole pages) with all rows. Runs on lane nvme_read. Raises SpillIOError."""
         self._read({index: self.row(block, index) for index in range(len(self._stored))})
 
     def write(self, block: Tensor) -> None:
-        """Take over all rows. Runs on lane nvme_write. Raises SpillIOError."""
+        """Writes all rows of `block`. Runs on lane nvme_write. Raises SpillIOError."""
         self._write({index: self.row(block, index) for index in range(len(self._stored))})
 
     def read_row(self, index: int, row: Tensor) -> None:
-        """One row alone, as `read`."""
+        """Like `read`, for a single row."""
         self._read({index: row})
 
     def write_row(self, index: int, row: Tensor) -> None:
-        """One row alone, as `write`."""
+        """Like `write`, for a single row."""
         self._write({index: row})
 
     def row(self, block: Tensor, index: int) -> Tensor:
-        """That row's whole pages of a block."""
+        """The whole pages of that row in `block`."""
         return self._rows.row(block, index)
 
     def _read(self, rows: Mapping[int, Tensor]) -> None:
@@ -81,8 +81,8 @@ class NvmeStates(Region):
 
 
 def place_on_nvme(nvme: NvmeSlab | None, chunks: Sequence[tuple[Chunk, StateRows]]) -> list[NvmeStates]:
-    """Room for the states of each chunk, one after the other in one extent. Raises SpillVolumeFull with the bytes that
-    are missing."""
+    """Allocates room for the states of each chunk, one after the other in one extent. Raises SpillVolumeFull with the
+    bytes that are missing."""
     if not chunks:
         return []
     if nvme is None:
@@ -102,20 +102,20 @@ class Loaded:
 
     slot: RingSlot
     block: Tensor
-    """uint8, all rows in whole pages."""
+    """All rows in whole pages, uint8."""
     read: Event
-    """Complete when they have been read."""
+    """Complete when the states have been read."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateWindow:
-    """The host buffers of one chunk each that states pass through between NVMe and the CPU."""
+    """Host buffers, each for one chunk, that states pass through between NVMe and the CPU."""
 
     lanes: Lanes
     ring: Ring
 
     def load(self, stored: NvmeStates) -> Loaded:
-        """Bring all states into the next buffer, once it is free; `store` gives it back."""
+        """Reads all states into the next buffer, once it is free; `store` gives the buffer back."""
         slot = self.ring.take()
         block = slot.buffer.tensor[: stored.nbytes]
         read = self.lanes.submit(
@@ -130,14 +130,14 @@ class StateWindow:
         return Loaded(slot, block, read)
 
     def store(self, stored: NvmeStates, loaded: Loaded, updated: Sequence[Event]) -> Event:
-        """Write them back once they are `updated`."""
+        """Writes the states back once `updated` is complete, and gives the buffer back."""
         write = partial(stored.write, loaded.block)
         return self._write(stored, loaded.slot, write, updated, loaded.block.numel(), f"write {stored.label}")
 
     def store_row(
         self, stored: NvmeStates, index: int, lane: Lane, fill: Callable[[Tensor], None], source: Sequence[Region] = ()
     ) -> Event:
-        """Write one state alone: `fill` puts it into a row, on `lane`, which reads `source`."""
+        """Writes a single state. `fill` puts it into a row; it runs on `lane` and reads `source`."""
         slot = self.ring.take()
         row = stored.row(slot.buffer.tensor, index)
         filled = self.lanes.submit(
@@ -153,7 +153,7 @@ class StateWindow:
         return self._write(stored, slot, write, (filled,), row.numel(), f"write one of {stored.label}")
 
     def fetch_row(self, stored: NvmeStates, index: int, target: Tensor) -> Event:
-        """Read one state alone into `target` (uint8), which is no longer than a row."""
+        """Reads a single state into `target` (uint8), which is no longer than a row."""
         slot = self.ring.take()
         row = stored.row(slot.buffer.tensor, index)
         read = self.lanes.submit(

@@ -23,7 +23,7 @@ from spillway.update_rules import BLOCK_VALUES, MASTER, MomentType
 
 from ..kernels import dispatch as kernels
 from ..kernels.reference import SquareSum
-from ..optimizer.plain import GradientPart, Hyperparameters, Update, UpdateCount, as_loaded, shaped
+from ..optimizer.plain import FLOAT32_BYTES, GradientPart, Hyperparameters, Update, UpdateCount, as_loaded, shaped
 from ..optimizer.trainable import Trainable, check_gradient, master_values
 from ..tiers.arena import Arena, Ring, as_bytes, padded
 from ..tiers.device_ledger import DeviceLedger
@@ -32,7 +32,6 @@ from ..tiers.lanes import Event, Lane, Lanes
 from ..tiers.nvme_slab import NvmeSlab
 from .assign import Assignment, Chunk, Path, Shares, assign_by_size, assign_chunks
 from .gradients import BATCH_BYTES, Gradients, GradientWindow
-from .memory import FLOAT32_BYTES
 from .nvme_states import StateWindow
 from .place import NoHomes, Placed, StreamedHomes, place_accumulators, place_chunks
 from .speculation import Speculation, window_of
@@ -40,7 +39,7 @@ from .update import UpdatePipeline
 
 
 class OptimizerOffload:
-    """One rank's optimizer. Its memory is taken at construction, which raises when a budget is too small.
+    """One rank's optimizer. Its memory is allocated at construction, which raises when a budget is too small.
 
     `cpu_update` and `device_update` are the kernels of the two sides; tests give them different code. `by` chooses the
     paths of the chunks: `assign_by_size`, or for comparison `stride`.
@@ -65,11 +64,11 @@ class OptimizerOffload:
         splits: bool = True,
         loads_masters: bool = False,
     ) -> None:
-        """`gradient_dtype`: that in which gradients come; none = that of their parameter. `in_place`: the device's
-        memory is the host's, so the CPU's update writes the parameter itself and nothing goes up. `splits`: of a
-        streamed bfloat16 chunk's master only what the weight does not say crosses the link; where there is no link, it
-        stays whole. `loads_masters`: all masters are loaded before the first step, so that none is written to NVMe from
-        a parameter first."""
+        """`gradient_dtype`: the dtype of gradients; None: that of their parameter. `in_place`: device memory is host
+        memory, so the CPU's update writes the parameter itself, and nothing is uploaded. `splits`: only that part of a
+        streamed bfloat16 chunk's master that the weight lacks crosses the link; where there is no link, the master
+        stays whole. `loads_masters`: all masters are loaded before the first step, so that none is first written to
+        NVMe from a parameter."""
         self._gradient_dtype, self._in_place = gradient_dtype, in_place
         self._homes = homes or NoHomes()
         streamed = {name for name, _ in parameters if self._homes.of(name)}
@@ -81,7 +80,7 @@ class OptimizerOffload:
         sizes = {name: p.numel() for name, p in owners.items()}
         chunks = assign_chunks(sizes, plan.chunk_parameters, shares, streamed, by)
         _check_blocks(chunks, plan, settings)
-        # Parts of a divided model have weights that DeepSpeed, too, may write: their masters stay whole.
+        # DeepSpeed, too, may write the weights of a divided model's parts: their masters stay whole.
         divided = gradient_dtype is not None
         self._arena = Arena(lanes, ledger, next(iter(owners.values())).device)
         self._placed = place_chunks(
@@ -91,7 +90,8 @@ class OptimizerOffload:
         for placed in self._placed:
             self._of[placed.chunk.parameter].append(placed)
         self._weights = {name: [p.weights for p in parts if p.home is None] for name, parts in self._of.items()}
-        """What the compute lane reads of a parameter; those with homes are declared by their owner."""
+        """The regions of each parameter that the compute lane reads; regions of homes are declared by whoever owns the
+        homes."""
         self._gradients = self._new_gradients(ledger, plan.num_threads)
         native = partial(kernels.update, num_threads=plan.num_threads)
         self._window = StateWindow(lanes, self._window_ring())
@@ -113,16 +113,16 @@ class OptimizerOffload:
             lanes, self._arena, window_of(self._placed, self._trainable.tied, window), cpu_update or native
         )
         self._begun: tuple[float, float, UpdateCount] | None = None
-        """Learning rate and factor of the step that was begun, and the number of updates after it."""
+        """Learning rate and factor of the step in progress, and the count of updates after it."""
         self._overlaps = plan.overlap != "None"
         self._updating: dict[str, list[Event]] = {}
-        """By parameter: updates that the compute lane has not waited for."""
+        """By parameter: updates that the compute lane has not waited for yet."""
         self._initialise_states(loads_masters)
 
     def wait(self, names: Sequence[str]) -> None:
         owners = [self._trainable.owner(name) for name in names]
         events = dict.fromkeys(event for owner in owners for event in self._updating.pop(owner, ()))
-        for event in reversed(events):  # the last first: lanes may do what is ahead of it while they wait
+        for event in reversed(events):  # the last one first: while waiting, lanes may run what is ahead of it
             self._lanes.wait(event)
         for name, owner in zip(names, owners, strict=True):
             self._lanes.compute(reads=self._weights[owner], label=f"forward of {name}")
@@ -144,8 +144,8 @@ class OptimizerOffload:
             self._speculation.taken(self._of[owner], scalars, self._pipeline.ends, is_last=is_last)
 
     def start_backward(self) -> None:
-        """The first that backward does needs, on a Cuda device, the memory that the last micro-batch's gradients have
-        (footprint.device_peak)."""
+        """Waits until the last micro-batch's gradients are read: on a CUDA device, backward needs their memory at its
+        start (footprint.device_peak)."""
         self._gradients.leave()
 
     def arrived(self) -> Collection[str]:
@@ -171,13 +171,13 @@ class OptimizerOffload:
             if self._gradients.arrived(name):  # no gradient: no decay and no moment update either, as in torch.optim
                 scalars = self._count.scalars(name, parameter, learning_rate, gradient_scale)
                 updates += [(placed, scalars) for placed in self._of[name]]
-                increment_version(parameter)  # a backward of before this step must not go on unnoticed
+                increment_version(parameter)  # backward of a graph from before this step must raise
         if self._begun is None or self._begun[0] != learning_rate:
             self._speculation.discard()
         ready = ((placed.chunk, self._speculation.commit(placed, gradient_scale)) for placed, _ in updates)
         committed = {chunk: values for chunk, values in ready if values is not None}
         for (placed, _), end in zip(updates, self._pipeline.submit(updates, committed), strict=True):
-            if placed.home is None:  # else whoever brings the values from home waits for the update
+            if placed.home is None:  # else whoever loads the values from their home waits for the update
                 self._updating.setdefault(placed.chunk.parameter, []).append(end)
         self._end_step(gradient_scale)
         if not self._overlaps:
@@ -190,7 +190,7 @@ class OptimizerOffload:
         for event in dict.fromkeys(self._pipeline.ends.values()):
             event.wait()
         for placed in self._placed:
-            if placed.chunk.path is Path.NVME:  # its states are on their way back when its values have arrived
+            if placed.chunk.path is Path.NVME:  # its states may still be on their way back when its values have arrived
                 for event in placed.on_nvme.settled:
                     event.wait()
         self._pipeline.ends.clear()
@@ -253,7 +253,7 @@ class OptimizerOffload:
         return found
 
     def _kept(self, kind: str, chunk: Chunk) -> slice:
-        """Where a chunk's part of a parameter's flat state lies: chunks begin at blocks."""
+        """The slice of a parameter's flat state that belongs to a chunk: chunks begin at blocks."""
         elements = partial(self._settings.state_elements, kind)
         return slice(elements(chunk.offset), elements(chunk.end))
 
@@ -273,26 +273,27 @@ class OptimizerOffload:
         )
 
     def _gradient_bytes(self, dtype: torch.dtype) -> int:
-        """of one gradient of a parameter of `dtype`"""
+        """Bytes per value of a gradient of a parameter of `dtype`."""
         return (self._gradient_dtype or dtype).itemsize
 
     def _gradient_ring(self, chunks: Sequence[Placed]) -> Ring:
-        """For gradients on their way down; none where the CPU reads them where they are."""
+        """The ring for gradients on their way to the host; empty where the CPU reads them in place."""
         on_device = [] if self._in_place else chunks
         sizes = [placed.chunk.size * self._gradient_bytes(placed.dtype) for placed in on_device]
         return self._staging_ring(sizes, "gradient staging")
 
     def _upload_ring(self) -> Ring:
-        """For updated values that the CPU cannot write where they live: on a device apart, on NVMe."""
+        """The ring for updated values that the CPU cannot write to where they live: a device with its own memory, or
+        NVMe."""
         return self._staging_ring([placed.nbytes for placed in self._apart()], "uploads")
 
     def _apart(self) -> list[Placed]:
-        """What the CPU updates and cannot write where it lives."""
+        """The chunks that the CPU updates but whose values it cannot write to where they live."""
         on_cpu = [placed for placed in self._placed if placed.chunk.path.updates_on_cpu]
         return [p for p in on_cpu if (not self._in_place if p.home is None else p.home.memory is None)]
 
     def _staging_ring(self, sizes_bytes: Sequence[int], label: str) -> Ring:
-        """Host buffers that hold any one of `sizes_bytes`, in whole blocks."""
+        """Host buffers that each can hold any one of `sizes_bytes`, in whole blocks."""
         largest = max(sizes_bytes, default=0)
         return self._arena.ring(Tier.HOST, min(NUM_STAGING_BUFFERS, len(sizes_bytes)), round_up(largest), label)
 
@@ -305,13 +306,13 @@ class OptimizerOffload:
         return self._arena.ring(Tier.HOST, min(NUM_STATE_BUFFERS, len(sizes)), max(sizes, default=0), "states of NVMe")
 
     def _initialise_states(self, loads_masters: bool) -> None:
-        """Moments 0; masters from the parameters, or 0 where those are streamed or masters will be loaded. Submitted,
-        so that virtual lanes can leave it out."""
+        """Sets moments to 0, and masters to the values of their parameters, or to 0 if those are streamed or masters
+        will be loaded. Submitted to lanes, so that virtual lanes can leave it out."""
         events, allocated = [], self._lanes.computed()
         for placed in self._placed:
             if placed.chunk.path is not Path.NVME:
                 events.append(self._initialise(placed, allocated, loads_masters))
-            elif placed.parameter is not None and not loads_masters:  # else 0, as a row is that was never written
+            elif placed.parameter is not None and not loads_masters:  # else 0, like any row never written
                 master, fill = self._rule.state_kinds.index(MASTER), partial(_widen, placed.parameter)
                 weights = [placed.weights]
                 events.append(self._window.store_row(placed.on_nvme, master, Lane.COMPUTE, fill, weights))
@@ -331,7 +332,8 @@ class OptimizerOffload:
 
 
 def _check_blocks(chunks: Sequence[Chunk], plan: OptimizerPlan, settings: Hyperparameters) -> None:
-    """Raises UserError where a chunk would begin inside of a block, whose scale two updates would then share."""
+    """Raises UserError if a chunk would begin inside a block, because two updates would then share the block's
+    scale."""
     if settings.moments is MomentType.INT8 and any(chunk.offset % BLOCK_VALUES for chunk in chunks):
         raise UserError(
             f"the plan updates parameters in chunks of {plan.chunk_parameters} values, but with "
@@ -351,7 +353,7 @@ def _widen(parameter: Tensor, row: Tensor) -> None:
 def _initialise(placed: Placed, loads_masters: bool) -> None:
     states = placed.states(placed.held.tensor)
     if placed.parameter is None or placed.is_split or (loads_masters and not placed.parameter_is_master):
-        states.master.zero_()  # of one that is split, the weight, widened, is all
+        states.master.zero_()  # a split master equals its widened weight: the rest is 0
     elif not placed.parameter_is_master:
         states.master.copy_(placed.parameter)
     for moment in states.moments:

@@ -14,15 +14,15 @@ from spillway.plan import Tier
 from spillway.update_rules import MASTER, UpdateRule
 
 from ..kernels.master_halves import join, split
-from ..optimizer.plain import Hyperparameters, OptimizerStates
+from ..optimizer.plain import FLOAT32_BYTES, Hyperparameters, OptimizerStates
 from ..optimizer.trainable import flat, master_values
-from ..tiers.arena import ALIGNMENT_BYTES, Arena, MemorySlice, as_bytes
-from ..tiers.extents import ALIGNMENT_BYTES as PAGE_BYTES
+from ..tiers.arena import TORCH_ALIGNMENT_BYTES, Arena, MemorySlice, as_bytes
+from ..tiers.extents import ALIGNMENT_BYTES
 from ..tiers.lanes import Event, Region
 from ..tiers.nvme_slab import NvmeSlab
 from .assign import Chunk, Path
 from .gradients import Accumulator
-from .memory import FLOAT32_BYTES, StateRows, accumulator_bytes, rows_of
+from .memory import StateRows, accumulator_bytes, rows_of
 from .nvme_states import NvmeStates, place_on_nvme
 
 
@@ -30,30 +30,32 @@ class Home(Protocol):
     """Where one chunk's values live, in the parameter's type, when they do not stay on the device."""
 
     changed: tuple[Event, ...]
-    """Complete when the last update of the values is in the home: readers run after these."""
+    """Complete when the last update of the values has reached the home: readers run after these."""
 
     @property
     def region(self) -> Region: ...
 
     @property
     def memory(self) -> Tensor | None:
-        """The values as uint8 in host memory, which the update writes itself; None: `store` takes them from staging."""
+        """The values as uint8 in host memory, into which the update writes directly; None: `store` takes them from
+        staging."""
 
     def store(self, staged: Tensor) -> None:
-        """Take over `staged` (uint8, whole blocks, the values first). Runs on lane nvme_write. Raises SpillIOError."""
+        """Stores `staged` (uint8, whole blocks, the values first). Runs on lane nvme_write. Raises SpillIOError."""
 
 
 class StreamedHomes(Protocol):
-    """The parameters that pass through the device instead of staying there; model_spill has them."""
+    """The homes of parameters that pass through the device instead of staying there; model_spill provides them."""
 
     def of(self, parameter: str) -> Sequence[Home]:
-        """One a chunk, in order; none for a parameter that stays on the device."""
+        """One home per chunk, in order; none for a parameter that stays on the device."""
 
     def set(self, parameter: str, values: Tensor) -> None:
-        """Put `values`, flat and in the parameter's type, into its homes, at once."""
+        """Puts `values`, flat and in the parameter's type, into its homes; returns when they are there."""
 
     def invalidate(self) -> None:
-        """The homes change from now on: no copy of them is used again, and new ones are made after `Home.changed`."""
+        """Called before the homes change: existing copies of them are not used again, and new ones are made after
+        `Home.changed`."""
 
 
 class NoHomes:
@@ -71,11 +73,11 @@ class NoHomes:
 
 @dataclass(slots=True)
 class Placed:
-    """One chunk with its memory, for the whole run; `block` alone may change, for another one of the same size."""
+    """One chunk with its memory, for the whole run. Only `block` may be replaced, by another one of the same size."""
 
     chunk: Chunk
     dtype: torch.dtype
-    """The compute type."""
+    """The compute dtype."""
     parameter: Tensor | None
     """Flat slice of the device parameter; None: the chunk's values are at `home`."""
     home: Home | None
@@ -84,7 +86,7 @@ class Placed:
     block: MemorySlice | NvmeStates
     """The chunk's states between updates: in host memory, on the device for a resident chunk, or on NVMe."""
     rows: StateRows
-    """Where they are in it."""
+    """Where the states are in `block`."""
     accumulator: Accumulator
     _viewed: tuple[MemorySlice, OptimizerStates] | None = None
 
@@ -96,21 +98,21 @@ class Placed:
 
     @property
     def held_states(self) -> OptimizerStates:
-        """`held` as states. The views are kept: every step needs them, and making them costs more than handing them to
-        a lane."""
+        """`held` as states. The views are kept, because every step needs them, and making them costs more than handing
+        them to a lane."""
         if self._viewed is None or self._viewed[0] is not self.block:
             self._viewed = self.held, self.states(self.held.tensor)
         return self._viewed[1]
 
     @property
     def on_nvme(self) -> NvmeStates:
-        """`block` of a chunk whose states are not."""
+        """`block` of a chunk whose states are on NVMe."""
         assert isinstance(self.block, NvmeStates), self.block.label
         return self.block
 
     @property
     def nbytes(self) -> int:
-        """of the values in the compute dtype"""
+        """Bytes of the values in the compute dtype."""
         return self.chunk.size * self.dtype.itemsize
 
     @property
@@ -121,16 +123,17 @@ class Placed:
 
     @property
     def parameter_is_master(self) -> bool:
-        """With float32 compute the master of a chunk that the device updates never exists twice."""
+        """Whether the parameter is its own master: with float32 compute, for a chunk that the device updates."""
         return self.dtype == torch.float32 and not self.chunk.path.updates_on_cpu
 
     @property
     def is_split(self) -> bool:
-        """The master is nowhere whole: `block` holds what the weight, the parameter on the device, does not say."""
+        """Whether the master exists nowhere as a whole: `block` holds only what the weight, the parameter on the
+        device, lacks."""
         return self.rows.is_split
 
     def state(self, rule: UpdateRule, kind: str) -> Tensor:
-        """The values of one state of a chunk whose states are in memory; of a split master a copy, in host memory."""
+        """The values of one state of a chunk whose states are in memory; for a split master a copy, in host memory."""
         held = self.held_states.of(rule, kind)
         if kind != MASTER or not self.is_split:
             return held
@@ -138,8 +141,8 @@ class Placed:
         return join(self.parameter.to(held.device), held)
 
     def set_state(self, rule: UpdateRule, kind: str, values: Tensor) -> None:
-        """Take over one state of such a chunk. The rest of a master fits the weight that the master rounds to, which
-        the caller sets."""
+        """Sets one state of a chunk whose states are in memory. For a split master the caller also sets the weight that
+        the master rounds to; what is stored here is the rest that fits this weight."""
         held = self.held_states.of(rule, kind)
         if kind == MASTER and self.is_split:
             split(values, master_values(values, self.dtype), held)
@@ -156,7 +159,7 @@ class Placed:
 
     @property
     def update_bytes(self) -> int:
-        """What an update reads and writes: gradient, master and moments."""
+        """Bytes that an update reads and writes: gradient, master and moments."""
         in_parameter = 2 * self.nbytes if self.parameter_is_master else self.nbytes if self.is_split else 0
         return FLOAT32_BYTES * self.chunk.size + in_parameter + self.rows.update_bytes
 
@@ -176,8 +179,8 @@ def place_chunks(
     *,
     splits: bool,
 ) -> list[Placed]:
-    """State blocks and accumulators of `chunks`, in their order. `splits`: of the master of a streamed chunk only what
-    its weight does not say leaves the device."""
+    """Allocates state blocks and accumulators of `chunks`, in their order. `splits`: only that part of a streamed
+    chunk's master that its weight lacks leaves the device."""
     to_come = {name: iter(homes.of(name)) for name in parameters}
     dtypes = [parameters[chunk.parameter].dtype for chunk in chunks]
     rows = [_rows(chunk, dtype, settings, splits) for chunk, dtype in zip(chunks, dtypes, strict=True)]
@@ -198,14 +201,14 @@ def _rows(chunk: Chunk, dtype: torch.dtype, settings: Hyperparameters, splits: b
         settings,
         has_master=chunk.path.updates_on_cpu or dtype != torch.float32,
         is_split=splits and chunk.path is Path.STREAMED and dtype == torch.bfloat16,
-        unit_bytes=PAGE_BYTES if chunk.path is Path.NVME else ALIGNMENT_BYTES,
+        unit_bytes=ALIGNMENT_BYTES if chunk.path is Path.NVME else TORCH_ALIGNMENT_BYTES,
     )
 
 
 def _place_states(
     chunks: Sequence[Chunk], rows: Sequence[StateRows], arena: Arena, nvme: NvmeSlab | None
 ) -> list[MemorySlice | NvmeStates]:
-    """One block a chunk, in memory or on NVMe."""
+    """One block per chunk, in memory or on NVMe."""
     in_memory = [(chunk, row.nbytes) for chunk, row in zip(chunks, rows, strict=True) if chunk.path is not Path.NVME]
     held, sizes = [chunk for chunk, _ in in_memory], [nbytes for _, nbytes in in_memory]
     parts = iter(_parts(arena, held, sizes, lambda path: path is Path.RESIDENT, "optimizer_states"))
@@ -215,7 +218,7 @@ def _place_states(
 
 
 def place_accumulators(chunks: Sequence[Chunk], arena: Arena) -> list[Accumulator]:
-    """One float32 accumulator a chunk: in host memory where the CPU updates it, else on the device."""
+    """One float32 accumulator per chunk: in host memory if the CPU updates the chunk, otherwise on the device."""
     sizes = [accumulator_bytes(chunk.size) for chunk in chunks]
     parts = _parts(arena, chunks, sizes, lambda path: not path.updates_on_cpu, "gradients")
     return [
@@ -227,7 +230,7 @@ def place_accumulators(chunks: Sequence[Chunk], arena: Arena) -> list[Accumulato
 def _parts(
     arena: Arena, chunks: Sequence[Chunk], sizes_bytes: Sequence[int], on_device: Callable[[Path], bool], purpose: str
 ) -> list[MemorySlice]:
-    """One part a chunk, in the order of the chunks; one piece of memory a tier."""
+    """One part per chunk, in the order of the chunks, from one piece of memory per tier."""
     tiers = [Tier.DEVICE if on_device(chunk.path) else Tier.HOST for chunk in chunks]
     parts = {
         tier: iter(

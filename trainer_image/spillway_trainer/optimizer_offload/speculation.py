@@ -1,13 +1,13 @@
 """Speculative updates during backward, before the norm is known: out of place, in a bounded window.
 
-    begin      the factor, 1 or with loss scaling 1 / scale, unless the step will be clipped or its gradients overflow
+    begin      assume the factor 1, or 1 / scale with loss scaling: right unless the step is clipped or overflows
     backward   last gradient of W --> spare states = states updated with it; the rounded values wait beside them
-    step       that factor, no gradient since:  states and spare change places, the values go to the device in turn
-               else:                            nobody has seen any of it; the step updates as it always does
+    step       that factor, no gradient since:  states and spare states swap, the values go to the device in their turn
+               else:                            nothing has read the spare memory; the step updates as it always does
 
-Which gradient is the last one is a guess, too (gradients.py). The arithmetic is the
-update's own, so what is committed is what the step would have computed, bit for bit. The window is the end of the
-forward order, where backward begins. It is tried as long as the last step had the factor that it was begun with.
+Which gradient is the last one is a guess, too (gradients.py). The arithmetic is that of the update itself, so what is
+committed is what the step would have computed, bit for bit. The window is the end of the forward order, where backward
+begins. Updates are speculative only while the last step had the factor with which it began.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Spare:
     block: MemorySlice
     values: MemorySlice
     made: Event | None = None
-    """The update that they contain; None: nothing that counts."""
+    """The update whose results the memory contains; None: nothing valid."""
 
 
 class Speculation:
@@ -48,22 +48,23 @@ class Speculation:
         values = arena.parts(Tier.HOST, [padded(placed.nbytes) for placed in window], "spare values")
         self._spares = {p.chunk: Spare(block, value) for p, block, value in zip(window, blocks, values, strict=True)}
         self._factor = 1.0
-        """Factor of speculative updates."""
+        """The factor of speculative updates in this step."""
         self._is_likely = True
-        """Whether the last step had that factor."""
+        """Whether the last step had the factor with which it began."""
 
     def __bool__(self) -> bool:
         return bool(self._spares)
 
     def begin(self, factor: float) -> None:
-        """A step begins that will have `factor`, if nothing is clipped."""
+        """Begins a step that will have `factor`, unless it is clipped."""
         self._factor = factor
 
     def taken(
         self, chunks: Sequence[Placed], scalars: UpdateScalars, last: Mapping[Chunk, Event], *, is_last: bool
     ) -> None:
-        """A gradient is on its way into the accumulators of `chunks`; `last` has what ended each one's last update.
-        Makes the update when it `is_last` of the step, and takes back one that was made too early."""
+        """Called when a gradient is on its way into the accumulators of `chunks`. Makes the update if the gradient
+        `is_last` of the step, and takes back one that was made too early. `last`: the event that ended each chunk's
+        last update."""
         for placed in chunks:
             spare = self._spares.get(placed.chunk)
             if spare is None:
@@ -73,19 +74,20 @@ class Speculation:
                 spare.made = self._submit(placed, spare, scalars, last.get(placed.chunk))
 
     def discard(self) -> None:
-        """Nothing that was made counts: the sums of this step are not those that were used."""
+        """Discards every speculative update, because this step will not update with the sums and scalars that it
+        used."""
         for spare in self._spares.values():
             spare.made = None
 
     def end(self, factor: float | None) -> None:
-        """The step was made with `factor`, or skipped (None). Nothing that was made and not committed counts."""
+        """Ends a step that was made with `factor`, or skipped (None). Discards every update that was not committed."""
         self.discard()
         if factor is not None:
             self._is_likely = factor == self._factor
 
     def commit(self, placed: Placed, factor: float) -> tuple[MemorySlice, Event] | None:
-        """Let the chunk's states and its spare ones change places, if they are what a step with `factor` makes of them:
-        returns its values (uint8, in the compute type) and the event that ends their update; None = there are none."""
+        """Swaps the chunk's states with its spare ones, if those are what a step with `factor` makes of them. Returns
+        the new values (uint8, in the compute dtype) and the event that ends their update; None if there are none."""
         spare = self._spares.get(placed.chunk)
         if spare is None or spare.made is None or factor != self._factor:
             return None
@@ -113,8 +115,8 @@ class Speculation:
 
 
 def window_of(placed: Sequence[Placed], tied: Mapping[str, str], num_parameters: int) -> list[Placed]:
-    """The last chunks of at most `num_parameters` whose next states nobody reads before they count: updated by the CPU,
-    going up to the device, of a parameter with one use."""
+    """The last chunks, of at most `num_parameters` in all, whose next states nobody reads before they count: updated by
+    the CPU, uploaded to the device, and of a parameter with only one use."""
     shared = {*tied, *tied.values()}
     found, left = list[Placed](), num_parameters
     for one in reversed(placed):

@@ -1,17 +1,16 @@
 """Updates all chunks as a pipeline over the lanes, ordered by events only.
 
-    cpu       update C0 | update C1 | update C2 ...           each followed at once by its upload, unless it went home
+    cpu       update C0 | update C1 | update C2 ...           each followed at once by its upload, unless it has a home
     h2d       states S0 | upload C0 | states S1 | upload C1   two slots: S1 comes in while S0 is updated and goes back
     compute             | update S0 | update R0 | update S1
     d2h                             | states S0 |   ...       a slot is refilled only after its states went back
 
-Chunks of the CPU in a row are updated, and uploaded, by one operation as long as they are together no larger than the
-largest. Where the device's memory is the host's (`in_place`), the update writes the parameters, and nothing is
-uploaded.
-The states of a streamed chunk come and go without the half of their master that the device has (master_halves.py).
-Chunks whose states are on NVMe are updated by the CPU between their read and their write (nvme_states.py). The bound
-for c + g + s + n = 1: the slowest of the CPU's DRAM traffic, of H2D (parameters and states), of D2H and of the disk,
-which reads and writes (docs/optimizer-offload.md, Time).
+One operation updates several consecutive CPU chunks, and one uploads them, up to `group_bytes` together. Where device
+memory is host memory (`in_place`), the update writes the parameters, and nothing is uploaded. The states of a streamed
+chunk come and go without the half of their master that the device has (master_halves.py). The CPU updates chunks whose
+states are on NVMe between their read and their write (nvme_states.py). For shares c + g + s + n = 1 the bound is the
+slowest of the CPU's DRAM traffic, H2D (parameters and states), D2H, and the disk's reads and writes
+(docs/optimizer-offload.md, Time).
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ class OnCpu:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePipeline:
-    """Submits one step's updates. Holds no state of its own but the rings, and what ended each chunk's last update:
-    its next one comes after that, also when no gradient came for it in between."""
+    """Submits one step's updates. Its only state is the rings and the event that ended each chunk's last update
+    (`ends`): the chunk's next update comes after that event, even if steps without a gradient lie in between."""
 
     lanes: Lanes
     uploads: Ring
-    """Host buffers of one chunk in the compute type: between the CPU's update and the upload."""
+    """Host buffers, each for one chunk in the compute dtype, between the CPU's update and the upload."""
     slots: Ring
-    """Device buffers of one state block: streamed chunks pass through them."""
+    """Device buffers, each for one state block, that streamed chunks pass through."""
     window: StateWindow
-    """Through which states on NVMe pass."""
+    """The buffers that states on NVMe pass through."""
     cpu_update: Update
     device_update: Update
     group_bytes: int
@@ -73,12 +72,13 @@ class UpdatePipeline:
         updates: Sequence[tuple[Placed, UpdateScalars]],
         committed: Mapping[Chunk, tuple[MemorySlice, Event]] = MappingProxyType({}),
     ) -> list[Event]:
-        """Submit the updates in order and return what the compute lane waits for before it reads each one's values:
-        upload, store or device update. A chunk's accumulator is free for the next gradient once its update has read it.
+        """Submits the updates in order. Returns, for each, the event that the compute lane waits for before it reads
+        the new values: upload, store or device update. A chunk's accumulator is free for the next gradient once its
+        update has read it.
 
         Lanes may be first in, first out, so the order of submission matters for time: the states of a streamed chunk
-        come in as early as a slot is free, ahead of the uploads of the CPU chunks between. `committed` chunks have been
-        updated, by the event beside their new values: these are written in their turn.
+        come in as early as a slot is free, ahead of the uploads of the CPU chunks in between. `committed` chunks are
+        already updated, by the event beside their new values; only these values are written, in their turn.
         """
         computed = self.lanes.computed()  # backward still reads the parameters that the updates will overwrite
         to_load = deque(placed for placed, _ in updates if placed.chunk.path is Path.STREAMED)
@@ -107,7 +107,8 @@ class UpdatePipeline:
         return [made[placed.chunk] for placed, _ in updates]
 
     def _joins(self, group: Sequence[OnCpu], placed: Placed) -> bool:
-        """Whether one operation may update it with `group`: small enough, and written to memory of the same kind."""
+        """Whether one operation may update `placed` together with `group`: small enough, and written to memory of the
+        same kind."""
         homes = [one.home for one in (placed, group[0].placed)]
         on_nvme = any(home is not None and home.memory is None for home in homes)
         alike = (homes[0] is None) == (homes[1] is None)
@@ -120,8 +121,8 @@ class UpdatePipeline:
             group.clear()
 
     def _update_in_window(self, placed: Placed, scalars: UpdateScalars, computed: Event) -> Event:
-        """States from NVMe, update by the CPU, states back; the new values go their own way meanwhile, which is what
-        forward waits for."""
+        """Reads states from NVMe, updates them on the CPU and writes them back. The new values travel independently;
+        forward waits only for the event that is returned, their arrival."""
         loaded = self.window.load(placed.on_nvme)
         update = OnCpu(placed, scalars, placed.states(loaded.block), loaded.slot.buffer, (loaded.read,))
         moved = self._update_on_cpu([update], computed)
@@ -129,7 +130,8 @@ class UpdatePipeline:
         return moved
 
     def _update_on_cpu(self, group: Sequence[OnCpu], computed: Event) -> Event:
-        """Updates of one kind (`_joins`), each followed by what brings its values to where they live."""
+        """Submits updates of one kind (`_joins`), and what brings their values to where they live. Returns the event of
+        that."""
         chunks = [one.placed for one in group]
         homes = [placed.home for placed in chunks if placed.home is not None]
         if homes and homes[0].memory is not None:
@@ -158,7 +160,7 @@ class UpdatePipeline:
     def _submit_cpu(
         self, group: Sequence[OnCpu], outs: Sequence[Tensor], memory: Sequence[Region], free: Sequence[Event]
     ) -> Event:
-        """The CPU's updates, which write the rounded parameters into `outs`, parts of `memory`."""
+        """Submits the CPU's updates, which write the rounded parameters into `outs`, parts of `memory`."""
         work = [
             self._work(self.cpu_update, one.scalars, one.states, one.placed, out)
             for one, out in zip(group, outs, strict=True)
@@ -181,14 +183,14 @@ class UpdatePipeline:
         return updated
 
     def _last(self, placed: Placed) -> Sequence[Event]:
-        """What ended the chunk's last update."""
+        """The event that ended the chunk's last update, if there was one."""
         end = self.ends.get(placed.chunk)
         return () if end is None else (end,)
 
     def _write_committed(self, placed: Placed, values: MemorySlice, made: Event, computed: Event) -> Event:
-        """Bring what backward has made of the chunk to the parameter. In place, too, that is a copy, by the CPU's own
-        lane: old and new values both exist until the step counts, and a slice of a parameter cannot change its memory
-        for another. Rounding the master instead would read twice as much, and now, when forward waits for it."""
+        """Brings the values that were computed during backward to the parameter. This is a copy even in place, then on
+        the cpu lane: old and new values both exist until the step counts, and a slice of a parameter cannot be moved to
+        other memory. Rounding the master instead would read twice as much, and at a time when forward waits for it."""
         staged = values.tensor[: placed.nbytes]
         if not self.in_place:
             return self._upload([placed], [staged], values, (made, computed))
@@ -205,7 +207,7 @@ class UpdatePipeline:
     def _upload(
         self, chunks: Sequence[Placed], staged: Sequence[Tensor], memory: Region, after: Sequence[Event]
     ) -> Event:
-        """`staged` are parts of `memory`, one a chunk."""
+        """Submits the upload of `staged`, parts of `memory`, one per chunk."""
         pairs = [(placed.device_bytes, part) for placed, part in zip(chunks, staged, strict=True)]
         return self.lanes.submit(
             Lane.H2D,

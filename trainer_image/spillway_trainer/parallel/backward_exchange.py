@@ -1,18 +1,18 @@
-"""Sums gradients over ranks behind backward: the network lane exchanges each use of a parameter once it is final.
+"""Sums gradients over ranks during backward: the network lane exchanges each use of a parameter once its gradient is
+final.
 
-A use is final with as many gradients as the step has micro-batches. All ranks exchange the same list in the same order:
-the uses that had a gradient in the step before, the last declared first, about as backward reaches them. They agree on
-it without asking: at the end of each step they compare what arrived. A use that is not final holds up those behind it
-until backward is over. So a model that branches is exchanged later, and never in another order.
+A use is final when it has had as many gradients as the step has micro-batches. All ranks exchange the same list in the
+same order: the uses that had a gradient in the step before, the last declared first, which is about the order of
+backward. Ranks need no message to agree on this list, because at the end of each step they compare which gradients
+arrived. A use that is not final holds up those after it until backward is over. So the exchange of a model that
+branches may be later, but its order never changes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-
-from torch import Tensor
 
 from ..optimizer.plain import StepOptimizer
 from ..ranks import GradientSum
@@ -20,28 +20,29 @@ from ..tiers.lanes import Event, Lane, Lanes
 
 
 class BackwardExchange:
-    """One rank's part in the exchange; `taken` is called in backward, the exchange itself when backward is over."""
+    """One rank's part in the exchange. `taken` is called during backward; the object itself is called when backward is
+    over."""
 
     def __init__(
         self, total: GradientSum, optimizer: StepOptimizer, lanes: Lanes, uses: Mapping[str, int], num_gradients: int
     ) -> None:
-        """`uses`: number of values by name, in declared order. `num_gradients`: of each use, in one step; 0: nothing is
-        exchanged before backward is over, and then on the compute lane."""
+        """`uses`: number of values by name, in declared order. `num_gradients`: the gradients of each use in one
+        step."""
         self._total, self._optimizer, self._lanes = total, optimizer, lanes
         self._num_values, self._uses, self._num_gradients = uses, [*uses][::-1], num_gradients
         self._order: list[str] = []
-        """What is exchanged behind the backward of this step."""
+        """The uses to exchange during the backward of this step, in order."""
         self._taken: Counter[str] = Counter()
         self._several: set[str] = set()
-        """Uses that had several gradients in one backward, as re-entrant checkpointing brings them."""
+        """Uses that had several gradients in one backward, as happens with re-entrant checkpointing."""
         self._begun: dict[str, None] = {}
         self._waiting: list[str] = []
-        """The last of them, too small for an operation."""
+        """The last uses of `_begun`, together still too small for an operation."""
         self._last: Sequence[Event] = ()
         self.is_late = False
 
     def taken(self, name: str) -> None:
-        """The optimizer has one more gradient of `name`."""
+        """Records that the optimizer has one more gradient of `name`."""
         self._taken[name] += 1
         if self._taken[name] > self._num_gradients:
             self._several.add(name)
@@ -51,9 +52,6 @@ class BackwardExchange:
 
     def __call__(self) -> None:
         arrived = self._optimizer.arrived()
-        if not self._num_gradients:
-            self._total(self._in_turn([name for name in self._uses if name in arrived]))
-            return
         for name in (*self._order, *self._uses):
             if name in arrived and name not in self._begun:
                 self._begin(name)
@@ -94,11 +92,3 @@ class BackwardExchange:
     @property
     def _num_waiting_values(self) -> int:
         return sum(self._num_values[name] for name in self._waiting)
-
-    def _in_turn(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Each part when it is complete; the compute lane may change it."""
-        for part in self._optimizer.parts(names):
-            for event in part.settled:
-                self._lanes.wait(event)
-            self._lanes.compute(reads=[part.memory], writes=[part.memory], label=f"exchange {part.memory.label}")
-            yield part.values

@@ -1,13 +1,13 @@
 """Communication between ranks: the only file that uses torch.distributed.
 
-They meet at a store, a key-value server in rank 0, and then have three gloo groups:
+Ranks meet at a store, a key-value server in rank 0, and then have three gloo groups:
 
     exchange   the default group: what every step needs, within a time limit
-    gradients  the same for the network lane, which sums gradients while the step goes on
-    decisions  without a time limit: rank 0 may build a corpus or write a checkpoint first. Its operations are polled
-               from Python, so that SIGTERM is heard meanwhile
+    gradients  the same for the network lane of ranks on CPUs, which sums gradients while the step goes on
+    decisions  without a time limit, because rank 0 may build a corpus or write a checkpoint first. Its operations are
+               polled from Python, so that SIGTERM is handled meanwhile
 
-All fail at once when a peer's connection is closed.
+All fail at once when a peer's connection is closed. Ranks on CUDA devices have an NCCL group in addition.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -29,38 +30,39 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # public, but not declared so
 
 from spillway.errors import SpillwayError, UserError
-from spillway.planning.workload import EXCHANGE_PARAMETERS
+from spillway.planning.workload import DEVICE_EXCHANGE_PARAMETERS, EXCHANGE_PARAMETERS, NUM_GATHERED_SEGMENTS
 from spillway.update_rules import MomentType
 
-from ..ending import PeerLost, PeerNeverJoined
+from ..ending import PeerLost, PeerNeverJoined, is_device_fault, is_device_out_of_memory
 from ..kernels import dispatch as kernels
 from ..kernels.reference import SquareSum
+from ..models.chain import CPU
 from ..optimizer.plain import MOMENT_DTYPES
 from ..ranks import ONE_RANK, GradientSum, Ranks, Result, TakeBuffer, World
 from ..tiers.arena import as_bytes
 
 RENDEZVOUS_SECONDS = 300.0
-"""For all ranks to appear once all pods are ready: a name may not resolve at first."""
+"""Time for all ranks to appear once all pods are ready: a name may not resolve at first."""
 COLLECTIVE_SECONDS = 300.0
-"""For one exchange of the step: a rank that is later is lost."""
+"""Time for one exchange of the step: a rank that is later counts as lost."""
 SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.001, 0.05
 LONGEST_PEER_POLL_SECONDS = 0.5
-"""While peers start, which may take minutes: all ranks ask rank 0."""
+"""The longest poll while peers start, which may take minutes and during which all ranks ask rank 0."""
 CONNECT_SECONDS = 2.0
 LOOPBACK = "127.0.0.1"
 NOT_THERE = "read the logs of the missing ranks, and check that the nodes can reach each other over the network"
 NO_LIMIT = timedelta(days=3650)
 VALUE_BYTES = 256
-"""Of values that ranks compare."""
+"""Size of the values that ranks compare."""
 HEADER_BYTES = 1024
-"""Name and shape of a shared tensor."""
+"""Size of the header of a shared tensor: its name, shape and type."""
 SQUARE_SUM_WORDS = 24
-"""32-bit words of an exact sum of squares: below 2^(2 x 277 + 64), in units of 2^-298"""
+"""Number of 32-bit words of an exact sum of squares, which is below 2^(2 x 277 + 64) in units of 2^-298."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds to wait; SPILLWAY_RENDEZVOUS_SECONDS and SPILLWAY_COLLECTIVE_SECONDS set them."""
+    """Waiting times in seconds, set by SPILLWAY_RENDEZVOUS_SECONDS and SPILLWAY_COLLECTIVE_SECONDS."""
 
     rendezvous_seconds: float = RENDEZVOUS_SECONDS
     collective_seconds: float = COLLECTIVE_SECONDS
@@ -86,7 +88,7 @@ def _seconds(environment: os._Environ[str], name: str, default: float) -> float:
 
 @contextmanager
 def joined(world: World) -> Iterator[Ranks]:
-    """All ranks of the run, once the last one is there. One rank alone has no process group at all."""
+    """Yields all ranks of the run, once the last one is there. A single rank has no process group."""
     if world.size == 1:
         yield ONE_RANK
         return
@@ -106,12 +108,13 @@ def joined(world: World) -> Iterator[Ranks]:
     assert isinstance(decisions, dist.ProcessGroup), "every rank is in it"
     assert isinstance(gradients, dist.ProcessGroup), "every rank is in it"
     yield TorchRanks(world, decisions, gradients)
-    # Only here: after an error a peer may be gone, and a group would wait for what it never sends.
+    # Only here: after an error a peer may be gone, and the group would wait for it forever.
     dist.destroy_process_group()
 
 
 def meet(world: World, limits: Timeouts) -> TCPStore:
-    """The store, once every rank has said that it is there. Raises PeerNeverJoined with those that did not come."""
+    """Returns the store, once every rank has announced itself. Raises PeerNeverJoined, which names the missing
+    ranks."""
     deadline = JoinDeadline(world, limits.rendezvous_seconds)
     place = f"{world.master_address}:{world.master_port}"
     if not world.is_first:
@@ -156,10 +159,11 @@ def meet(world: World, limits: Timeouts) -> TCPStore:
 
 @dataclass(slots=True)
 class JoinDeadline:
-    """When a rank gives up on peers that do not appear: `seconds` after the last look that found a pod not ready.
+    """Decides when a rank gives up on peers that do not appear: `seconds` after the last check that found a pod not
+    ready.
 
-    Until all pods are ready a node may still be created or an image be pulled, and the operator decides how long that
-    may take. It also ends the attempt when a pod fails.
+    Until all pods are ready, a node may still be created or an image pulled, and the operator decides how long that may
+    take. It also ends the attempt when a pod fails.
     """
 
     world: World
@@ -177,8 +181,8 @@ class JoinDeadline:
 
 
 def is_pod_missing(world: World) -> bool:
-    """Whether a pod of the attempt is known not to be ready: the operator's Service, <name> in rank 0's host name
-    <name>-0.<name>, has the addresses of the ready ones. False outside a cluster, and if DNS does not answer."""
+    """Whether a pod of the attempt is known not to be ready: the operator's Service (<name> in rank 0's host name
+    <name>-0.<name>) has the addresses of the ready pods. False outside a cluster, and if DNS does not answer."""
     host, _, service = world.master_address.partition(".")
     if not service or host != f"{service}-0":
         return False
@@ -190,16 +194,16 @@ def is_pod_missing(world: World) -> bool:
 
 
 def local_listener(world: World) -> int | None:
-    """Rank 0's socket where all ranks are on one machine: nobody outside it has to reach the store, which asks for no
-    password. None = the store's own, on every address. The store closes it."""
+    """Returns rank 0's socket if all ranks are on one machine: then nobody outside it has to reach the store, which
+    asks for no password. None: the store opens its own socket, on every address. The store closes the socket."""
     if not world.is_first or world.master_address not in (LOOPBACK, "localhost"):
         return None
     return socket.create_server((LOOPBACK, world.master_port)).detach()
 
 
 def check_device() -> None:
-    """Open what gloo will talk through, as it does itself later: there, an interface that is not there would look like
-    a lost peer. Raises RuntimeError."""
+    """Opens the devices that gloo will use later, because a missing interface would then look like a lost peer. Raises
+    RuntimeError."""
     gloo = dist.ProcessGroupGloo
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     for interface in interfaces:
@@ -209,7 +213,7 @@ def check_device() -> None:
 
 
 def await_listener(world: World, deadline: JoinDeadline) -> None:
-    """Try to connect to rank 0 until it listens. Python's own sockets: a signal ends the wait."""
+    """Tries to connect to rank 0 until it listens. Uses Python's own sockets, so that a signal ends the wait."""
     pause = SHORTEST_POLL_SECONDS
     while True:
         try:
@@ -228,18 +232,46 @@ def await_listener(world: World, deadline: JoinDeadline) -> None:
 
 @contextmanager
 def peers(awaited: str) -> Iterator[None]:
-    """What fails in here fails because another rank is gone."""
+    """Reports a RuntimeError in its block as the loss of another rank (PeerLost), unless it is about this rank's own
+    device."""
     try:
         yield
-    except RuntimeError as error:  # what the store and gloo raise
+    except RuntimeError as error:  # what the store, gloo and NCCL raise
+        if is_device_out_of_memory(error) or is_device_fault(error):
+            raise
+        abort_exchanges()
         raise PeerLost(
             f"another rank ended while this one waited for {awaited}: {in_short(error)}; read the logs of the other "
             "ranks"
         ) from error
 
 
+_ON_DEVICES: list[dist.ProcessGroup] = []
+"""The NCCL groups of this process."""
+
+
+def abort_exchanges() -> None:
+    """Ends all exchanges between devices that have begun, and makes later ones fail. Otherwise streams would wait for a
+    rank that is gone, or that waits for this one, and the host would wait for its streams."""
+    with suppress(IndexError):
+        while True:
+            group = _ON_DEVICES.pop()
+            with suppress(RuntimeError):
+                group.abort()
+
+
+def device_group(device: torch.device) -> dist.ProcessGroup:
+    """Makes the NCCL group of all ranks. Every rank calls it."""
+    seconds = Timeouts.of(os.environ).collective_seconds
+    with peers("all ranks to agree on the exchange between devices"):
+        made = dist.new_group(backend="nccl", timeout=timedelta(seconds=seconds), device_id=device)
+    assert isinstance(made, dist.ProcessGroup), "every rank is in it"
+    _ON_DEVICES.append(made)
+    return made
+
+
 def in_short(error: RuntimeError) -> str:
-    """The first sentence, without torch's path in brackets before it and its advice behind."""
+    """Returns the first sentence of the error, without torch's path in brackets before it and its advice after it."""
     return re.sub(r"^\[\S*\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
 
 
@@ -253,7 +285,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchRanks:
-    """The ranks of a world, joined."""
+    """The ranks of a world, after they have joined."""
 
     world: World
     decisions: dist.ProcessGroup
@@ -304,8 +336,11 @@ class TorchRanks:
             dist.all_gather_into_tensor(every, own)
         return [part.tolist() for part in torch.tensor_split(every, self.world.size)]
 
-    def gradient_sum(self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int) -> GradientSum:
-        return ExchangedSum(self.world, num_values, wire, buffer, num_threads, self.gradients)
+    def gradient_sum(
+        self, num_values: int, wire: torch.dtype, buffer: TakeBuffer, num_threads: int, device: torch.device
+    ) -> GradientSum:
+        group = self.gradients if device.type == "cpu" else device_group(device)
+        return ExchangedSum(self.world, num_values, wire, buffer, num_threads, group, device)
 
     def _wait(self, label: str, operation: dist.Work | None) -> None:
         assert operation is not None, "only a rank outside the group gets none"
@@ -337,7 +372,7 @@ class TorchRanks:
 
 @dataclass(frozen=True, slots=True)
 class RankZeroResult:
-    """What came of rank 0's work: a text, or its error."""
+    """The outcome of rank 0's work: a text or an error."""
 
     text: str = ""
     error: SpillwayError | None = None
@@ -359,7 +394,7 @@ class RankZeroResult:
         if "text" in fields:
             return RankZeroResult(text=fields["text"])
         kind = {kind.__name__: kind for kind in kinds_of_error(SpillwayError)}[fields["error"]]
-        error = kind.__new__(kind)  # InvalidJob's own arguments are gone
+        error = kind.__new__(kind)  # not by its own __init__: InvalidJob's arguments are not sent
         SpillwayError.__init__(error, fields["message"], **fields["details"])
         return RankZeroResult(error=error)
 
@@ -393,21 +428,23 @@ def read_header(header: Tensor) -> tuple[str, list[int], torch.dtype]:
 
 
 _TYPE_NAMES = {dtype: kind.value for kind, dtype in MOMENT_DTYPES.items()}
-"""Of everything that ranks exchange: parameters, masters and moments."""
+"""Names of the types of everything that ranks share: parameters, masters and moments."""
 
 
 class ExchangedSum:
-    """The sum over the ranks, bucket by bucket, defined value by value: each rank's value is rounded to the wire's type
+    """The sum over the ranks, bucket by bucket, defined value by value: each rank's value is rounded to the wire type
     (to nearest even), and these are added in float32, in the order of the ranks.
 
-        all-to-all   rank s gets segment s of every rank's bucket, in the wire's type
+        all-to-all   rank s gets segment s of every rank's bucket, in the wire type
         add          each rank its own segment
         all-gather   the float32 sums, to every rank
 
-    Both ways are plain sends: gloo's own all-to-all and all-gather copy more than they send.
+    Both exchanges use plain sends, because gloo's own all-to-all and all-gather copy more than they send. The buckets
+    are on `device`. If that is not the CPU, the current stream waits for each exchange, and gradients in host memory
+    are copied to the device and back.
 
-    So the bits depend neither on buckets nor on how a placement cuts the gradients into accumulators. And where every
-    rank has one micro-batch, a bfloat16 gradient loses nothing on the way: the sum is a single rank's, bit by bit.
+    So the bits depend neither on buckets nor on how a placement cuts the gradients into accumulators. If every rank has
+    one micro-batch, a bfloat16 gradient loses nothing on the way: the sum equals a single rank's, bit by bit.
     """
 
     def __init__(
@@ -418,15 +455,19 @@ class ExchangedSum:
         buffer: TakeBuffer,
         num_threads: int,
         group: dist.ProcessGroup | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self._world, self._wire, self._num_threads, self._group = world, wire, num_threads, group
-        segment = -(-min(EXCHANGE_PARAMETERS, num_values) // world.size)
+        on_device, narrows = device.type != "cpu", wire != torch.float32
+        segment = -(-min(DEVICE_EXCHANGE_PARAMETERS if on_device else EXCHANGE_PARAMETERS, num_values) // world.size)
         self.bucket = segment * world.size
         wire_bytes, sum_bytes = wire.itemsize * self.bucket, torch.float32.itemsize * segment
-        parts = [world.size * sum_bytes, sum_bytes, wire_bytes]
-        self._outgoing, own, incoming = torch.split(buffer(sum(parts)), parts)
-        """The bucket being sent; then the sums that return."""
-        self._own, self._incoming = own.view(torch.float32), incoming.view(wire)
+        parts = [world.size * sum_bytes, sum_bytes, wire_bytes, wire_bytes * (on_device and narrows)]
+        sums, own, incoming, outgoing = torch.split(buffer(sum(parts)), parts)
+        self._sums, self._own, self._incoming = sums.view(torch.float32), own.view(torch.float32), incoming.view(wire)
+        self._outgoing = (outgoing if on_device and narrows else sums).view(wire)
+        """The bucket being sent. The sums overwrite it, except on a device with a 16-bit wire type: there, gradients
+        from host memory first pass through `_sums`, so the rounded ones need memory of their own."""
 
     def __call__(self, gradients: Iterable[Tensor]) -> None:
         for pieces in buckets(gradients, self.bucket):
@@ -438,12 +479,18 @@ class ExchangedSum:
     def _sum(self, pieces: Sequence[Tensor]) -> None:
         size, sizes = self._world.size, [piece.numel() for piece in pieces]
         segment = -(-sum(sizes) // size)
-        is_whole = len(pieces) == 1 and sizes[0] == segment * size and pieces[0].device.type == "cpu"
-        sums = pieces[0] if is_whole else self._outgoing.view(torch.float32)[: segment * size]
-        sent = sums if is_whole and self._wire == sums.dtype else self._outgoing.view(self._wire)[: segment * size]
-        *parts, padding = torch.split(sent, [*sizes, segment * size - sum(sizes)])
-        for part, piece in zip(parts, pieces, strict=True) if sent is not pieces[0] else ():
-            part.copy_(piece)
+        is_whole = len(pieces) == 1 and sizes[0] == segment * size and pieces[0].device == self._sums.device
+        sums = pieces[0] if is_whole else self._sums[: segment * size]
+        sent = sums if is_whole and self._wire == sums.dtype else self._outgoing[: segment * size]
+        sizes.append(segment * size - sum(sizes))
+        *parts, padding = torch.split(sent, sizes)
+        places = torch.split(sums, sizes)
+        for part, piece, place in zip(parts, pieces, places, strict=False) if sent is not pieces[0] else ():
+            if piece.device == part.device:
+                part.copy_(piece)
+            else:
+                kernels.copy(as_bytes(place), as_bytes(piece))
+                part.copy_(place)
         padding.zero_()
         received, results = torch.split(self._incoming[: segment * size], segment), torch.split(sums, segment)
         with peers("the other ranks' gradients"):
@@ -451,15 +498,15 @@ class ExchangedSum:
         own = self._add(sent[segment * self._world.rank :][:segment], received, results[self._world.rank])
         with peers("the other ranks' sums of gradients"):
             self._swap([own] * size, results)
-        for part, piece in zip(torch.split(sums, [*sizes, padding.numel()]), pieces, strict=False):
+        for place, piece in zip(places, pieces, strict=False):
             if sums is not piece:
-                piece.copy_(part)
+                kernels.copy(as_bytes(piece), as_bytes(place))
 
     def _add(self, own: Tensor, received: Sequence[Tensor], result: Tensor) -> Tensor:
-        """Put the sum of all ranks' parts where it belongs; `own` lies in the memory of all results."""
+        """Writes the sum of all ranks' parts to `result` and returns it; `own` lies in the memory of all results."""
         add = partial(kernels.accumulate, num_threads=self._num_threads)
         ranks = range(self._world.size)
-        if self._wire == torch.float32 and self._world.rank < 2:  # it is there already, and a + b = b + a
+        if self._wire == torch.float32 and self._world.rank < 2:  # `own` is in `result`, and a + b = b + a
             for rank in ranks:
                 if rank != self._world.rank:
                     add(result, received[rank], False)
@@ -470,18 +517,18 @@ class ExchangedSum:
         return result.copy_(total)
 
     def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Rank s gets sent[s] in this rank's place of its `received`."""
+        """Sends sent[s] to rank s and receives into received[s] from it, for every other rank s."""
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-        works = [dist.irecv(received[rank], rank, self._group) for rank in others]
-        works += [dist.isend(sent[rank], rank, self._group) for rank in others]
-        for work in works:
-            assert work is not None, "only a rank outside the group gets none"
+        operations = [dist.P2POp(dist.irecv, received[rank], rank, self._group) for rank in others]
+        operations += [dist.P2POp(dist.isend, sent[rank], rank, self._group) for rank in others]
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
 
 
 def buckets(gradients: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """All values once, at most `size` together. A gradient of half a bucket or more is cut into buckets of its own,
-    which need no copy; slices of the others follow one another, and the last bucket may hold fewer."""
+    """Yields every value once, in groups of at most `size` values. A gradient of half a bucket or more is cut into
+    buckets of its own, which need no copy. Slices of the others follow one another, and the last bucket may hold fewer
+    values."""
     pieces: list[Tensor] = []
     room = size
     for gradient in gradients:
@@ -502,11 +549,25 @@ def buckets(gradients: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What the ranks of a divided model (zero/) exchange: parts of gradients, sums of squares, states.
+    """The exchanges of the ranks of a sharded model: parts of gradients, sums of squares, states.
 
-    Every rank makes the same calls in the same order. Each raises PeerLost."""
+    Every rank makes the same calls in the same order. Each raises PeerLost.
+    """
 
     world: World
+    devices: dist.ProcessGroup | None = None
+    """The NCCL group through which parameters and gradients pass, if they are on CUDA devices. Everything that the host
+    reads passes through gloo, which also notices first that a rank is gone."""
+
+    @staticmethod
+    def on(device: torch.device, world: World) -> Peers:
+        """Returns the ranks of a model whose parameters are on `device`."""
+        return Peers(world, None if device.type == "cpu" else device_group(device))
+
+    @property
+    def num_gathered(self) -> int:
+        """Number of segments that a forward has gathered when it begins one: that one, and on devices the next."""
+        return NUM_GATHERED_SEGMENTS if self.devices else 1
 
     def same(self, value: int) -> bool:
         """Whether all ranks have this value (below 2^63)."""
@@ -516,20 +577,29 @@ class Peers:
         return bool((every == value).all())
 
     def any(self, own: Sequence[bool]) -> list[bool]:
-        """By position, whether any rank says yes; all ranks pass equally many."""
+        """Returns, by position, whether any rank passes True; all ranks pass equally many values."""
         found = torch.tensor(own, dtype=torch.uint8)
         with peers("the other ranks' gradients"):
             dist.all_reduce(found, dist.ReduceOp.MAX)
         return [bool(value) for value in found.tolist()]
 
-    def scatter(self, received: Tensor, sent: Tensor, sizes: Sequence[int]) -> None:
-        """Rank s gets part s of every rank's `sent`, which has `sizes`; `received` has them by rank, end to end."""
-        own = sizes[self.world.rank]
+    def scatter(self, received: Tensor, sent: Tensor, sizes: Sequence[int]) -> Callable[[], None]:
+        """Begins to send part s of `sent`, whose parts have `sizes`, to rank s; `received` gets this rank's part from
+        every rank, in the order of the ranks, end to end. Returns a function that waits for it; on a device, the
+        current stream waits."""
+        taken = [sizes[self.world.rank]] * self.world.size
         with peers("the other ranks' gradients"):
-            dist.all_to_all_single(received, sent, [own] * self.world.size, list(sizes))
+            begun = dist.all_to_all_single(received, sent, taken, list(sizes), self.devices, async_op=True)
+        assert begun is not None, "only a rank outside the group gets none"
+
+        def wait() -> None:
+            with peers("the other ranks' gradients"):
+                begun.wait()
+
+        return wait
 
     def add(self, own: SquareSum) -> SquareSum:
-        """The sum over ranks: exact, so in any order."""
+        """Returns the sum over ranks: exact, so its order does not matter."""
         words = [own.total >> 32 * word & 0xFFFFFFFF for word in range(SQUARE_SUM_WORDS)] + [own.num_non_finite]
         assert own.total >> 32 * SQUARE_SUM_WORDS == 0
         every = torch.empty(self.world.size * len(words), dtype=torch.int64)
@@ -542,7 +612,8 @@ class Peers:
         return found
 
     def joined(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The flat parts of all ranks, end to end, on every rank; `sizes` are those of the parts."""
+        """Returns the flat parts of all ranks, end to end, on every rank, in host memory; `sizes` are those of the
+        parts."""
         longest = max(sizes)
         padded = torch.zeros(longest, dtype=own.dtype)
         padded[: own.numel()].copy_(own)
@@ -553,20 +624,28 @@ class Peers:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def complete(self, whole: Tensor, part: Tensor) -> None:
-        """Fill `whole` with every rank's `part`, equal in size, in the order of the ranks. It may lie in `whole`."""
+        """Fills `whole` with every rank's `part`, equal in size, in the order of the ranks. `part` may lie in
+        `whole`."""
         with peers("the other ranks' parameters"):
             dist.all_gather_into_tensor(whole, part)
 
     def shard(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
-        """FSDP2: each of `modules` becomes one group, whose parameters are DTensors, whole while it runs. `modules` may
-        make each one's memory when it is asked for. `root` is what is called, and has them among its own."""
+        """Applies FSDP2: each of `modules` becomes one group, whose parameters are DTensors and whole while it runs.
+        The iterator `modules` may allocate each module's memory when it yields it. `root` is the module that is called;
+        its own modules include them."""
         from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - seconds, and only Fsdp needs them
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
-        group = dist.group.WORLD
+        group = self.devices or dist.group.WORLD
         assert group is not None, "only ranks of a group have something to divide"
-        mesh = DeviceMesh.from_group(group, "cpu")
+        mesh = DeviceMesh.from_group(group, "cuda" if self.devices else "cpu")
         with peers("the other ranks to divide the model"):
-            for module in modules:
-                fully_shard(module, mesh=mesh)
+            made = [fully_shard(module, mesh=mesh) for module in modules]
             fully_shard(root, mesh=mesh, ignored_params=set(root.parameters()))
+        if self.devices:
+            # Memory and copies of a gather are the compute stream's: they come after the update of the parameters, and
+            # the allocator can use the memory again at once.
+            for module, following in zip_longest(made, made[1:]):
+                module._set_unshard_async_op(True)
+                if following is not None:
+                    module.set_modules_to_forward_prefetch([following])

@@ -1,10 +1,11 @@
-"""A TrainingJob's model under FSDP2, torch's `fully_shard`: a group for each segment, and what is ours.
+"""A TrainingJob's model under FSDP2 (torch's `fully_shard`), with one group per segment.
 
-FSDP2 divides parameters by rows, gathers a segment's before its forward and its backward, and puts them away. It never
-reduces: a whole gradient is taken from its parameter the moment autograd has it (docs/adr/0012).
+FSDP2 shards parameters by rows, gathers a segment's parameters before its forward and its backward, and frees them
+afterwards. It never reduces gradients: we take a whole gradient from its parameter as soon as autograd has it
+(docs/adr/0012).
 
-    forward   all-gather of segment n -> n -> away ...
-    backward  all-gather of n -> n -> exchange of its gradients (SegmentGradients) -> away -> n - 1 ...
+    forward   all-gather of segment n -> n -> free ...
+    backward  all-gather of n -> n -> exchange of its gradients (SegmentGradients) -> free -> n - 1 ...
     step      the optimizer of this rank's rows writes into the DTensors' memory, from which the next all-gather sends
 """
 
@@ -21,17 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from spillway.errors import UserError
-from spillway.metrics import Phase
 from spillway.plan import MemoryPlan
 from spillway.planning.workload import NUM_GATHERED_SEGMENTS
 
-from ..corpus.data import Batch
 from ..models.chain import Chain, allocate
 from ..optimizer.plain import Hyperparameters
 from ..optimizer.trainable import master_values
 from ..ranks import World
 from ..tiers.device_ledger import DeviceLedger
-from ..trainer import MicroBatchOrder, Passes, Run, TimedPhase, in_order
+from ..trainer import in_order
 from .deepspeed.layout import Layout, ShardPiece
 from .distributed import Peers
 from .gathered_segments import GatheredSegments
@@ -42,8 +41,8 @@ from .shards import MakeOptimizer, ShardedOptimizer, as_piece
 
 
 def cut_rows(shape: Sequence[int], world_size: int) -> list[ShardPiece]:
-    """One parameter by its first dimension, as torch.chunk cuts it: ceil(rows / ranks) rows each, the last ones fewer
-    or none."""
+    """Cuts one parameter along its first dimension, as torch.chunk does: ceil(rows / ranks) rows each, the last ones
+    fewer or none."""
     width = prod(shape[1:])
     most = -(-shape[0] // world_size)
     starts = [min(rank * most, shape[0]) * width for rank in range(world_size + 1)]
@@ -51,12 +50,13 @@ def cut_rows(shape: Sequence[int], world_size: int) -> list[ShardPiece]:
 
 
 def padded_rows_bytes(parameter: Tensor, world_size: int) -> int:
-    """What FSDP2 holds of a parameter on each rank: as many rows as the rank that has most."""
+    """Returns the bytes that FSDP2 holds of a parameter on each rank: as many rows as the rank with the most rows
+    has."""
     return -(-parameter.shape[0] // world_size) * prod(parameter.shape[1:]) * parameter.element_size()
 
 
 def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
-    """Raises UserError for what FSDP2 cannot shard, before it has memory."""
+    """Raises UserError, before memory is allocated, for what FSDP2 cannot shard."""
     where = "spec.parallelism.strategy = Fsdp"
     if world.size == 1:
         raise UserError(f"{where}: a run with one rank has nothing to shard; use Auto or Ddp")
@@ -91,16 +91,16 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
 
 
 class Called(nn.Module):
-    """What the step loop calls: the model, and all its segments, which a model of another library does not list among
-    its own modules."""
+    """The module that the step loop calls: the model, and all its segments, because a model of another library does not
+    list them among its own modules."""
 
     def __init__(self, model: Chain) -> None:
         super().__init__()
         self.model = model
         self.segments = nn.ModuleList(module for _, module in model.segments)
 
-    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, num_tokens: int) -> Tensor:
-        loss: Tensor = self.model(tokens_BT, labels_BT, num_tokens)
+    def forward(self, *batch: Any) -> Tensor:
+        loss: Tensor = self.model(*batch)
         return loss
 
 
@@ -109,30 +109,30 @@ class FsdpShards:
     """A model sharded by FSDP2. Implements shards.Division."""
 
     layout: Layout
-    """Of the trained parameters that have states."""
+    """The pieces of the trained parameters that have states."""
     own: Mapping[str, Tensor]
-    """This rank's rows of every parameter, flat: FSDP2's memory."""
+    """This rank's rows of every parameter, flat, in FSDP2's memory."""
     tied: Mapping[str, str]
     rank: int
     world_size: int
     shapes: Mapping[str, torch.Size]
     gathered: GatheredSegments
     stale: set[str] = field(default_factory=set)
-    """Aliases whose owners have been updated since."""
+    """Aliases whose owners have been updated since the alias was last copied."""
 
     def complete(self) -> None:
         self.stale.update(self.tied)
         self.gathered.changed()
 
     def up_to_date(self, names: Sequence[str]) -> None:
-        """The rows of these parameters are about to be gathered, and those of their owners are updated. An alias is
-        gathered from memory of its own."""
+        """Called when the rows of these parameters are about to be gathered and those of their owners are updated.
+        Copies owners to aliases, which are gathered from memory of their own."""
         for alias in self.stale.intersection(names):
             self.own[alias].copy_(self.own[self.tied[alias]])
         self.stale.difference_update(names)
 
     def set(self, name: str, values: Tensor) -> None:
-        """The trained ones have been set with their masters."""
+        """Sets only parameters that are not trained: the trained ones have been set with their masters."""
         own = self.own[name]
         if name not in self.layout:
             piece = cut_rows(self.shapes[name], self.world_size)[self.rank]
@@ -141,7 +141,7 @@ class FsdpShards:
 
 
 class _Left(torch.autograd.Function):
-    """The inputs as they are. Its backward runs when that of all which was made of them is over."""
+    """Returns the inputs unchanged. Its backward runs when the backward of everything computed from them is over."""
 
     @staticmethod
     def forward(ctx: Any, left: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -156,7 +156,7 @@ class _Left(torch.autograd.Function):
 
 
 def tell_before(module: nn.Module, gathered: Callable[[], None]) -> None:
-    """Call `gathered` whenever the module is called, before FSDP2 gathers its parameters."""
+    """Has `gathered` called whenever the module is called, before FSDP2 gathers its parameters."""
 
     def watch(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         gathered()
@@ -165,8 +165,8 @@ def tell_before(module: nn.Module, gathered: Callable[[], None]) -> None:
 
 
 def tell_when_left(module: nn.Module, left: Callable[[], None]) -> None:
-    """Call `left` whenever a backward has left `module`, before FSDP2 puts its parameters away. Never for a module
-    whose inputs need no gradient."""
+    """Has `left` called whenever a backward has left `module`, before FSDP2 frees its parameters. It is never called
+    for a module whose inputs need no gradient."""
 
     def watch(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         places = [place for place, one in enumerate(inputs) if isinstance(one, Tensor) and one.requires_grad]
@@ -188,13 +188,14 @@ def divide(
     ledger: DeviceLedger,
     make: MakeOptimizer,
     wire: torch.dtype,
+    device: torch.device,
 ) -> DividedModel:
-    """Memory for `model`, which has none yet, and FSDP2 around it. Every rank calls it."""
+    """Allocates memory for `model`, which has none yet, on `device`, and shards it with FSDP2. Every rank calls it."""
     refuse(plan, model, world)
     segments, named = model.parameters_of(), dict(model.named_parameters())
     charge(model, segments, world.size, ledger)
-    called, peers = Called(model), Peers(world)
-    peers.shard(with_memory(model), called)
+    called, peers = Called(model), Peers.on(device, world)
+    peers.shard(with_memory(model, device), called)
     trained = {segment: [name for name in names if named[name].requires_grad] for segment, names in segments.items()}
     cuts = {name: cut_rows(named[name].shape, world.size) for names in trained.values() for name in names}
     own = {name: own_rows(model.get_parameter(name)) for name in named}
@@ -214,52 +215,45 @@ def divide(
     parameters = {name: model.get_parameter(name) for name in layout}
     optimizer = ShardedOptimizer(make(pieces), rows, peers, parameters, settings, flushes=False)
 
-    reduced = ReducedGradients(cuts, peers, wire, ledger, optimizer.take, plan.optimizer.num_threads)
-    gradients = SegmentGradients(trained, named, peers, reduced, optimizer.mark, ledger)
+    largest = max(sum(named[name].numel() for name in names) for names in trained.values())
+    reduced = ReducedGradients(
+        cuts, peers, wire, ledger, optimizer.take, plan.optimizer.num_threads, device, largest=largest
+    )
+    gradients = SegmentGradients(trained, named, peers, reduced, optimizer.mark, ledger, device)
 
-    def updated(segment: str) -> None:
-        optimizer.wait([name for name in trained[segment] if cuts[name][world.rank].size])
-        rows.up_to_date(segments[segment])
+    def updated(gathered: Sequence[str]) -> None:
+        for segment in gathered:
+            optimizer.wait([name for name in trained[segment] if cuts[name][world.rank].size])
+            rows.up_to_date(segments[segment])
 
+    sharded = [(name, module) for name, module in model.segments if segments[name]]
+    for place, (_, module) in enumerate(sharded):
+        tell_before(module, partial(updated, [name for name, _ in sharded[place : place + peers.num_gathered]]))
     for name, module in model.segments:
-        tell_before(module, partial(updated, name))
         tell_when_left(module, partial(gradients.end, name))
-    return DividedModel(called, optimizer, gathered, order_of(gradients), gathered.ready)
+    order = guarded(partial(in_order, exchange=gradients.finish))
+    return DividedModel(called, optimizer, gathered, order, gathered.ready)
 
 
 def charge(model: Chain, segments: Mapping[str, Sequence[str]], world_size: int, ledger: DeviceLedger) -> None:
-    """This rank's rows, and room for the segments that are whole at once."""
+    """Charges this rank's rows, and room for the segments that are whole at the same time."""
     named = dict(model.named_parameters())
     own = {name: padded_rows_bytes(parameter, world_size) for name, parameter in named.items()}
     largest = max(sum(own[name] for name in names) for names in segments.values())
     ledger.charge("parameters", sum(own.values()) + NUM_GATHERED_SEGMENTS * world_size * largest)
 
 
-def with_memory(model: Chain) -> Iterator[nn.Module]:
-    """Each segment, with memory from the moment it is asked for, so that no rank ever holds the whole model: FSDP2
-    keeps a rank's rows of it and lets it go."""
+def with_memory(model: Chain, device: torch.device) -> Iterator[nn.Module]:
+    """Yields each segment, whose memory is allocated just before, so that no rank ever holds the whole model: FSDP2
+    keeps a rank's rows of the segment and frees the rest."""
     for _, module in model.segments:
         if any(True for _ in module.parameters()):
-            allocate(module)
+            allocate(module, device)
             yield module
 
 
 def own_rows(parameter: Any) -> Tensor:
-    """This rank's part of a DTensor, flat: the memory itself."""
+    """Returns this rank's part of a DTensor, flat, in its own memory."""
     with torch.no_grad():
         local: Tensor = parameter.to_local()
     return local.view(-1)
-
-
-def order_of(gradients: SegmentGradients) -> MicroBatchOrder:
-    """One micro-batch after the other, and after each what is left of its gradients."""
-
-    def run(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
-        losses = []
-        for number, batch in micro_batches.items():
-            losses += yield from in_order(run, phase, {number: batch}, num_tokens)
-            with phase(Phase.EXCHANGE):
-                gradients.finish()
-        return losses
-
-    return guarded(run)

@@ -1,7 +1,9 @@
-"""GatheredSegments: FSDP2's parameters among saved tensors. A segment's are whole in its forward and its backward.
+"""GatheredSegments: finds FSDP2's parameters among saved tensors. A segment's parameters are whole only during its
+forward and its backward.
 
-FSDP2 makes one whole parameter for each DTensor, the first time that its segment runs, and from then on gives it memory
-and takes it back. What autograd saves of one is therefore a name: at backward it is looked up in the memory of then.
+FSDP2 makes one whole parameter for each DTensor when its segment first runs; later it only gives this parameter memory
+and takes the memory away. So a parameter that autograd saves is recorded as a name, and backward looks the name up in
+the memory that the parameter has then.
 """
 
 from __future__ import annotations
@@ -17,25 +19,26 @@ from ..models.chain import Chain
 from ..resident_parameters import ParameterRef, ResidentParameters, check_version
 
 TakeGradient = Callable[[str, Tensor], None]
-"""Receives the name of a parameter and its complete gradient, as soon as autograd has it."""
+"""Receives the name of a parameter and its complete gradient as soon as autograd has it."""
 
 
 class GatheredSegments:
-    """Knows the whole parameters of every segment that has run, and sends their gradients on."""
+    """Tracks the whole parameters of every segment that has run, and passes their gradients on."""
 
     addresses: Collection[int] | None = None
 
     def __init__(self, model: Chain, segments: Mapping[str, Sequence[str]], take: TakeGradient) -> None:
-        """`segments`: names of all parameters of each."""
+        """`segments`: segment -> the names of all its parameters."""
         self._model, self._segments, self._take = model, segments, take
         self._seen: set[str] = set()
         self._whole: dict[str, Parameter] = {}
         self._by_storage: dict[int, str] = {}
-        """Name, by torch's storage object, which stays the same while its memory comes and goes."""
+        """Parameter name by torch's storage object, which stays the same while its memory comes and goes."""
         self._buffers = ResidentParameters(list(model.named_buffers()))
 
     def ready(self, segment: str) -> None:
-        """The forward of `segment` begins: its parameters are whole. The first time, they are new."""
+        """Called when the forward of `segment` begins: its parameters are whole, and the first time they are new
+        objects."""
         if segment in self._seen:
             return
         self._seen.add(segment)
@@ -48,14 +51,14 @@ class GatheredSegments:
 
     def _sent(self, name: str) -> Callable[[Tensor], None]:
         def send(whole: Tensor) -> None:
-            gradient, whole.grad = whole.grad, None  # or FSDP2 would reduce it, in its own way
+            gradient, whole.grad = whole.grad, None  # otherwise FSDP2 would reduce it in its own way
             assert gradient is not None
             self._take(name, gradient)
 
         return send
 
     def changed(self) -> None:
-        """All parameters have new values: an earlier graph's backward must not go unnoticed."""
+        """Records that all parameters have new values, so that the backward of an earlier graph raises an error."""
         for whole in self._whole.values():
             increment_version(whole)
 
@@ -69,7 +72,8 @@ class GatheredSegments:
         return ParameterRef(name, tensor.shape, tensor.stride(), int(tensor.storage_offset()), whole._version)
 
     def resolve(self, ref: ParameterRef) -> Tensor:
-        """The view that `ref` names. FSDP2 gathers a segment's parameters before anything of its backward runs."""
+        """Returns the view that `ref` names. FSDP2 gathers a segment's parameters before any part of its backward
+        runs."""
         whole = self._whole.get(ref.name)
         if whole is None:
             return self._buffers.resolve(ref)
@@ -82,13 +86,13 @@ class GatheredSegments:
         return whole.detach().as_strided(ref.size, ref.stride, ref.offset)
 
     def enter_forward(self, segment: str) -> None:
-        """FSDP2 gathers before it."""
+        """Does nothing: FSDP2 gathers the segment before it runs."""
 
     def enter_backward(self, segment: str) -> None:
-        """FSDP2 gathers before it."""
+        """Does nothing: FSDP2 gathers the segment before it runs."""
 
     def prefetch(self, segment: str) -> None:
-        """FSDP2 gathers the next one itself."""
+        """Does nothing: FSDP2 itself gathers the next segment."""
 
     def pinned(self, segment: str) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,8 +1,8 @@
-"""The cores of a device's NUMA node, read from sysfs and chosen by a pure function. `root` is / except in
-tests.
+"""The cores of a device's NUMA node, read from sysfs and chosen by a pure function. `root` is / except in tests.
 
-Copies and CPU updates that cross sockets share the link between them. So the process keeps to its device's node, before
-it has threads or host memory: threads inherit the affinity, and pages are taken where they are first touched.
+Copies and CPU updates that cross sockets share the link between the sockets. So the process binds itself to its
+device's node before it has threads or host memory: threads inherit the affinity, and pages are placed on the node that
+first touches them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from ..cgroup import read_text
 
 @dataclass(frozen=True, slots=True)
 class CoreBinding:
-    """Where a rank's threads go."""
+    """The cores on which a rank's threads run."""
 
     cores: frozenset[int]
-    """Empty: threads stay where they are."""
+    """Empty: threads are not bound."""
     num_threads: int
-    """Most update threads of this rank there; its share of the cores."""
+    """The most update threads that this rank may have there: its share of the cores."""
     said: str
-    """One line for the log: what was chosen, or why nothing was."""
+    """A line for the log: what was chosen, or why nothing was."""
 
 
 def node_of(root: Path, bus_address: str) -> int | None:
-    """Of a PCI device ("0000:3b:00.0"); None where the kernel does not know, or the machine has one node."""
+    """Returns the NUMA node of a PCI device ("0000:3b:00.0"); None if the kernel does not know it or the machine has
+    one node."""
     text = read_text(root / "sys/bus/pci/devices" / bus_address / "numa_node")
     return int(text) if text.isdecimal() else None
 
 
 def cores_of(root: Path, node: int) -> frozenset[int]:
-    """Of a node, from its list "0-27,56-83"; empty where the kernel does not say."""
+    """Returns the cores of a node, from its list "0-27,56-83"; empty if the kernel does not list them."""
     cores: set[int] = set()
     for part in read_text(root / f"sys/devices/system/node/node{node}/cpulist").split(","):
         first, _, last = part.strip().partition("-")
@@ -47,8 +48,9 @@ def cores_of(root: Path, node: int) -> frozenset[int]:
 def place(
     root: Path, bus_addresses: Sequence[str], local_rank: int, allowed: Collection[int], usable: int
 ) -> CoreBinding:
-    """Of the `allowed` cores (affinity and cpuset), those of the node of rank `local_rank`'s device. `bus_addresses`:
-    the devices of all ranks of this machine; `usable`: cores that a quota leaves them all together."""
+    """Chooses, among the `allowed` cores (affinity and cpuset), those of the node of rank `local_rank`'s device.
+    `bus_addresses`: the devices of all ranks of this machine; `usable`: the number of cores that a quota leaves to all
+    these ranks together."""
     address = bus_addresses[local_rank]
     part = max(1, usable // len(bus_addresses))
     node = node_of(root, address)
@@ -71,6 +73,7 @@ def place(
 
 
 def with_placed_threads(plan: MemoryPlan, placement: CoreBinding) -> MemoryPlan:
-    """No more update threads than the rank's part of its cores. No bit depends on them."""
+    """Returns `plan` with at most as many update threads as the rank's share of its cores. No bit of the results
+    depends on them."""
     num_threads = min(plan.optimizer.num_threads, placement.num_threads)
     return plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update={"num_threads": num_threads})})

@@ -1,25 +1,31 @@
-"""Sums gradients over ranks; each sum lies on the rank that owns the value.
+"""Sums gradients over ranks; each sum is on the rank that owns the value.
 
-The sum is Ddp's (distributed.ExchangedSum): value by value, each rank's value rounded to the type of the wire, added in
-float32 in the order of the ranks. It is made after every micro-batch, because no rank has room for whole gradients, and
-added up over micro-batches by the optimizer of the part. So with one micro-batch a rank it is Ddp's, bit by bit.
+The sum is that of Ddp (distributed.ExchangedSum), value by value: each rank's value is rounded to the wire type and
+added in float32, in the order of the ranks. It is made after every micro-batch, because no rank has room for whole
+gradients; the optimizer of the part adds these sums up over micro-batches. So with one micro-batch per rank, it equals
+Ddp's bit by bit.
 
     backward -> bucket -> all-to-all (part s of every rank's bucket to rank s) -> add, in order -> optimizer of the part
+
+A bucket is on its way while backward fills the next one; it is added when that one is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import xxhash
 from torch import Tensor
 
 from spillway.errors import UserError
-from spillway.planning.workload import EXCHANGE_PARAMETERS
+from spillway.planning.workload import DEVICE_EXCHANGE_PARAMETERS, EXCHANGE_PARAMETERS
 
 from ..kernels import dispatch as kernels
+from ..models.chain import CPU
 from ..tiers.device_ledger import DeviceLedger
 from .deepspeed.layout import Layout
 from .distributed import Peers
@@ -32,20 +38,33 @@ class Slice:
     name: str
     owner: int
     offset: int
-    """In the owner's piece of the parameter."""
+    """Position in the owner's piece of the parameter."""
     values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A bucket on its way."""
+
+    arrived: Callable[[], None]
+    """Waits for `received`."""
+    received: Tensor
+    """This rank's part of every rank's bucket, in the order of the ranks."""
+    own: Sequence[tuple[str, int, int]]
+    """What this rank's part consists of: (parameter, position in this rank's piece of it, number of values)."""
 
 
 @dataclass(slots=True)
 class Sum:
-    """What has come of this rank's piece of one gradient."""
+    """The part of the sum for this rank's piece of one gradient that has arrived."""
 
     values: Tensor
     num_values: int = 0
 
 
 class ReducedGradients:
-    """Takes whole gradients from backward; hands sums, float32 and flat, to `owned` as soon as they are complete."""
+    """Takes whole gradients from backward and passes sums, float32 and flat, to `owned` as soon as they are
+    complete."""
 
     def __init__(
         self,
@@ -55,88 +74,116 @@ class ReducedGradients:
         ledger: DeviceLedger,
         owned: Callable[[str, Tensor], None],
         num_threads: int = 1,
+        device: torch.device = CPU,
+        *,
+        largest: int | None = None,
     ) -> None:
+        """`device`: where gradients are. `largest`: the most values that are taken before the caller calls `send`, on
+        all ranks the same gradients in the same order; None: the caller calls only `finish`, and ranks compare every
+        bucket."""
         self._layout, self._peers, self._wire, self._owned = layout, peers, wire, owned
-        self._ledger, self._num_threads = ledger, num_threads
-        num_values = sum(piece.size for pieces in layout.values() for piece in pieces)
-        self._room = self._bucket = max(1, min(EXCHANGE_PARAMETERS, num_values) // peers.world.size)
-        """Values; all of a bucket may be for one rank, which then gets as many from every rank."""
-        wire_bytes = wire.itemsize * self._bucket
-        ledger.charge("gradient exchange", wire_bytes * (1 + peers.world.size) + torch.float32.itemsize * self._bucket)
-        self._outgoing = torch.empty(self._bucket, dtype=wire)
-        self._incoming = torch.empty(self._bucket * peers.world.size, dtype=wire)
-        self._own = torch.empty(self._bucket, dtype=torch.float32)
+        self._ledger, self._num_threads, self._device, self._compares = ledger, num_threads, device, largest is None
+        num_values = largest or sum(piece.size for pieces in layout.values() for piece in pieces)
+        most = DEVICE_EXCHANGE_PARAMETERS if device.type == "cuda" else EXCHANGE_PARAMETERS
+        world_size = peers.world.size
+        self._part = -(-min(most, num_values) // world_size)
+        """Number of values for each rank in a bucket."""
+        wire_bytes = wire.itemsize * 2 * self._part * world_size
+        ledger.charge("gradient exchange", 2 * wire_bytes + torch.float32.itemsize * self._part)
+        make = partial(torch.empty, self._part * world_size, dtype=wire, device=device)
+        self._buffers = deque((make(), make()) for _ in range(2))
+        """(outgoing, incoming) of the next bucket, then of the one on its way."""
+        self._own = torch.empty(self._part, dtype=torch.float32, device=device)
+        self._rooms = [self._part] * world_size
+        """Number of values that the bucket can still take for each rank."""
+        self._sent: Sent | None = None
         self._slices: list[Slice] = []
         self._held_bytes = 0
         self._sums: dict[str, Sum] = {}
 
     def take(self, name: str, gradient: Tensor) -> None:
-        """The whole gradient of one micro-batch, complete. The caller never touches it again."""
+        """Takes the whole, complete gradient of one micro-batch. The caller must not use it again."""
         flat = gradient.detach().reshape(-1)
         nbytes = flat.numel() * flat.element_size()
         self._ledger.charge("gradients", nbytes)
-        for owner, piece in enumerate(self._layout[name]):
-            offset = 0
-            while offset < piece.size:
-                size = min(piece.size - offset, self._room)
-                start = piece.offset + offset
-                self._slices.append(Slice(name, owner, offset, flat[start : start + size]))
-                offset, self._room = offset + size, self._room - size
-                if not self._room:
-                    self._exchange()
+        pieces, offsets = self._layout[name], [0] * self._peers.world.size
+        while True:
+            for owner, piece in enumerate(pieces):
+                size, start = min(piece.size - offsets[owner], self._rooms[owner]), piece.offset + offsets[owner]
+                if size:
+                    self._slices.append(Slice(name, owner, offsets[owner], flat[start : start + size]))
+                offsets[owner], self._rooms[owner] = offsets[owner] + size, self._rooms[owner] - size
+            if offsets == [piece.size for piece in pieces]:
+                break
+            self.send()
         self._held_bytes += nbytes
 
     def finish(self) -> None:
-        """The micro-batch's backward is over on this rank: exchange what is left. Every rank calls it, each time."""
-        self._exchange()
+        """Exchanges what is left when the micro-batch's backward is over on this rank. Every rank calls it after every
+        micro-batch."""
+        self.send()
+        self._add()
         assert not self._sums, "every piece is whole at the end of a micro-batch"
 
     def _release(self) -> None:
         self._ledger.release("gradients", self._held_bytes)
         self._held_bytes = 0
 
-    def _exchange(self) -> None:
-        """Exchanges the bucket. A gradient that is still being divided stays charged."""
-        slices, self._slices, self._room = self._slices, [], self._bucket
-        self._check_same(slices)
-        if slices:
-            self._sum(slices)
+    def send(self) -> None:
+        """Sends the bucket, and adds the one before. A gradient that is still being divided stays charged."""
+        slices, self._slices, self._rooms = self._slices, [], [self._part] * self._peers.world.size
+        if self._compares:
+            self._check_same(slices)
+        sent = self._begin(slices) if slices else None
+        slices.clear()
         self._release()
+        if sent is not None:
+            self._add()
+            self._sent = sent
 
-    def _sum(self, slices: list[Slice]) -> None:
-        world, sizes = self._peers.world, [0] * self._peers.world.size
+    def _begin(self, slices: list[Slice]) -> Sent:
+        rank, sizes = self._peers.world.rank, [0] * self._peers.world.size
         for one in slices:
             sizes[one.owner] += one.values.numel()
-        sent, offset = self._outgoing[: sum(sizes)], 0
+        outgoing, incoming = self._buffers[0]
+        self._buffers.rotate()
+        sent, offset = outgoing[: sum(sizes)], 0
         for one in sorted(slices, key=lambda one: one.owner):
             sent[offset : offset + one.values.numel()].copy_(one.values)
             offset += one.values.numel()
-        received, own = self._incoming[: sizes[world.rank] * world.size], self._own[: sizes[world.rank]]
-        self._peers.scatter(received, sent, sizes)
+        received = incoming[: sizes[rank] * self._peers.world.size]
+        own = [(one.name, one.offset, one.values.numel()) for one in slices if one.owner == rank]
+        return Sent(self._peers.scatter(received, sent, sizes), received, own)
+
+    def _add(self) -> None:
+        """Adds what has arrived of the bucket on its way, if there is one."""
+        if self._sent is None:
+            return
+        arrived, received, pieces = self._sent.arrived, self._sent.received, self._sent.own
+        self._sent = None
+        arrived()
+        own = self._own[: sum(size for *_, size in pieces)]
         for rank, part in enumerate(torch.split(received, own.numel()) if own.numel() else ()):
             kernels.accumulate(own, part, rank == 0, num_threads=self._num_threads)
-        offset = 0
-        for one in slices:
-            if one.owner == world.rank:
-                self._place(one, own[offset : offset + one.values.numel()])
-                offset += one.values.numel()
+        for (name, offset, _), values in zip(pieces, torch.split(own, [size for *_, size in pieces]), strict=True):
+            self._place(name, offset, values)
 
-    def _place(self, one: Slice, values: Tensor) -> None:
-        """Hand the piece on once it is whole. A slice at the start of a piece begins a new sum."""
-        size = self._layout[one.name][one.owner].size
-        if one.name not in self._sums:
-            self._sums[one.name] = Sum(torch.empty(size, dtype=torch.float32))
+    def _place(self, name: str, offset: int, values: Tensor) -> None:
+        """Passes the piece on once it is whole. Values at the start of a piece begin a new sum."""
+        size = self._layout[name][self._peers.world.rank].size
+        if name not in self._sums:
+            self._sums[name] = Sum(torch.empty(size, dtype=torch.float32, device=self._device))
             self._ledger.charge("gradients", torch.float32.itemsize * size)
-        found = self._sums[one.name]
-        found.values[one.offset : one.offset + values.numel()].copy_(values)
+        found = self._sums[name]
+        found.values[offset : offset + values.numel()].copy_(values)
         found.num_values += values.numel()
         if found.num_values == size:
-            del self._sums[one.name]
-            self._owned(one.name, found.values)
+            del self._sums[name]
+            self._owned(name, found.values)
             self._ledger.release("gradients", torch.float32.itemsize * size)
 
     def _check_same(self, slices: list[Slice]) -> None:
-        """Raises UserError, on every rank, where ranks bring gradients of different parameters."""
+        """Raises UserError, on every rank, if the ranks' buckets hold gradients of different parameters."""
         brought = "\n".join(f"{one.name} {one.owner} {one.offset} {one.values.numel()}" for one in slices)
         if not self._peers.same(xxhash.xxh64_intdigest(brought.encode()) >> 1):
             first = slices[0].name if slices else "no parameter"

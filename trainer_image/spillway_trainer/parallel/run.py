@@ -1,6 +1,7 @@
-"""A TrainingJob's model under DeepSpeed: memory, engine, adoption. Under FSDP2: fsdp.py.
+"""A TrainingJob's model under DeepSpeed: memory, engine, adoption. (Under FSDP2: fsdp.py.)
 
-DeepSpeed joins the group of distributed.py, so its exchanges have the same time limit and end with the same error.
+DeepSpeed joins the process group of distributed.py, so its exchanges have the same time limit and end with the same
+error.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ class DividedModel:
     """A model under DeepSpeed or FSDP2, ready to train."""
 
     engine: Any
-    """deepspeed.DeepSpeedEngine, or a module: called instead of the model."""
+    """deepspeed.DeepSpeedEngine, or a module, which is called instead of the model."""
     optimizer: ShardedOptimizer
     parameters: GatheringSource | None
-    """Where the parameters of Zero3 and Fsdp are; None: every rank has whole ones."""
+    """The source of the parameters of Zero3 and Fsdp; None: every rank has whole parameters."""
     order: MicroBatchOrder
     ready: Ready | None = None
-    """For every segment, when its forward begins."""
+    """Called for every segment when its forward begins."""
 
 
 def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
-    """Raises UserError for what a sharded model does not support, before it has memory."""
+    """Raises UserError, before memory is allocated, for what a sharded model does not support."""
     where = f"spec.parallelism.strategy = {plan.strategy}"
     if world.size == 1:
         raise UserError(f"{where}: a run with one rank has nothing to shard; use Auto or Ddp")
@@ -85,7 +86,7 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
 
 
 def tie(model: Chain) -> None:
-    """One parameter in the place of each alias and its owner, as DeepSpeed wants it; autograd adds their gradients."""
+    """Replaces each alias by its owner's parameter, as DeepSpeed requires; autograd then adds their gradients."""
     for alias, owner in model.tied.items():
         module, _, name = alias.rpartition(".")
         model.get_submodule(module).register_parameter(name, model.get_parameter(owner))
@@ -128,8 +129,8 @@ def segment_bytes(module: nn.Module) -> int:
 
 
 class _OneByOne(nn.Module):
-    """Stands for a model without memory while ZeRO-3 divides it: each parameter gets its memory when DeepSpeed asks for
-    it, so no rank ever holds the whole model."""
+    """Stands in for a model without memory while ZeRO-3 shards it. Each parameter gets its memory when DeepSpeed asks
+    for it, so no rank ever holds the whole model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class _OneByOne(nn.Module):
 
 
 def base_optimizer(model: nn.Module, settings: Hyperparameters) -> torch.optim.AdamW:
-    """Says DeepSpeed which parameters decay: matrices. It never computes."""
+    """Tells DeepSpeed which parameters decay: matrices. It never computes an update."""
     parameters = list(model.parameters())
     shapes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters]
     matrices = [p for p, shape in zip(parameters, shapes, strict=True) if len(shape) >= 2]
@@ -163,8 +164,8 @@ def base_optimizer(model: nn.Module, settings: Hyperparameters) -> torch.optim.A
 
 
 def engine_config(stage: int, plan: MemoryPlan, dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's configuration. Every micro-batch is a boundary to it: sums over them are ours, and so are the
-    learning rate and the clipping. Its own buckets are never used, so they are small."""
+    """Returns DeepSpeed's configuration. For DeepSpeed every micro-batch is a boundary, because we sum over
+    micro-batches, set the learning rate and clip ourselves. Its own buckets are never used, so they are small."""
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 2, "overlap_comm": False}
     if stage == 3:
         zero |= {
@@ -183,15 +184,16 @@ def engine_config(stage: int, plan: MemoryPlan, dtype: torch.dtype) -> dict[str,
 
 
 def _deepspeed() -> tuple[Any, Any]:
-    """DeepSpeed, and `adopt`, which uses it. Raises UserError if it is missing or another version."""
+    """Returns DeepSpeed, and `adopt`, which uses it. Raises UserError if DeepSpeed is missing or has another
+    version."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     need("deepspeed")
     import deepspeed  # noqa: PLC0415 - seconds, and only these strategies need it
 
     check_version(deepspeed.__version__)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import sets it to its own
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled now, where there is a compiler
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import changes the level
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else compiled now, if a compiler exists
     deepspeed.init_distributed(dist_init_required=False, auto_mpi_discovery=False, verbose=False)
     from .deepspeed.adopted import adopt  # noqa: PLC0415
 
@@ -199,7 +201,7 @@ def _deepspeed() -> tuple[Any, Any]:
 
 
 def guarded(order: MicroBatchOrder) -> MicroBatchOrder:
-    """`order`, in which DeepSpeed exchanges by itself: where that fails, a rank is gone."""
+    """Returns `order`, in which DeepSpeed exchanges by itself, with failures of an exchange reported as a lost rank."""
 
     def run(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
         with lost_peers():
@@ -210,11 +212,12 @@ def guarded(order: MicroBatchOrder) -> MicroBatchOrder:
 
 @contextmanager
 def lost_peers() -> Iterator[None]:
-    """As distributed.peers, for code that may also fail by itself: errors of gloo alone are those of a lost rank."""
+    """As distributed.peers, for code that may also fail by itself: only errors of gloo and NCCL mean that a rank was
+    lost."""
     try:
         yield
     except RuntimeError as error:
-        if "gloo" not in str(error):
+        if not any(library in str(error) for library in ("gloo", "NCCL")):
             raise
         with peers("the other ranks' parameters"):
             raise

@@ -1,8 +1,9 @@
-"""Gradients of one segment at a time, whole on every rank -> ReducedGradients, once that segment's backward is over.
+"""Collects the gradients of one segment at a time, whole on every rank, and passes them to ReducedGradients once that
+segment's backward is over.
 
-Ranks agree on what they exchange: a gradient that some of them have counts as 0 on the others, one that none has is not
-exchanged. Segments end in the same order everywhere, between FSDP2's own exchanges (the last first; those whose inputs
-need no gradient when the whole backward is over).
+Ranks agree on what they exchange: a gradient that only some ranks have counts as 0 on the others, and one that no rank
+has is not exchanged. Segments end in the same order on every rank, between FSDP2's own exchanges: the last first, and
+those whose inputs need no gradient when the whole backward is over.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..models.chain import CPU
 from ..tiers.device_ledger import DeviceLedger
 from .distributed import Peers
 from .reduced_gradients import ReducedGradients
 
 
 class SegmentGradients:
-    """Holds what backward has brought of the segment that it is in."""
+    """Holds the gradients of the segment whose backward is running."""
 
     def __init__(
         self,
@@ -28,33 +30,37 @@ class SegmentGradients:
         reduced: ReducedGradients,
         mark: Callable[[str], None],
         ledger: DeviceLedger,
+        device: torch.device = CPU,
     ) -> None:
-        """`segments`: names of the trained parameters of each, in forward order. `likes`: shape and type of each one's
-        gradient. `mark` learns, on every rank, of a parameter that has a gradient on one."""
-        self._segments, self._likes = segments, likes
+        """`segments`: segment -> its trained parameters' names, in forward order. `likes`: tensors with the shape and
+        type of each gradient. `mark` is called, on every rank, with each parameter that has a gradient on any rank.
+        `device`: where gradients are."""
+        self._segments, self._likes, self._device = segments, likes, device
         self._peers, self._reduced, self._mark, self._ledger = peers, reduced, mark, ledger
         self._to_come = [*segments]
         """Segments that this micro-batch's backward has not left yet."""
         self._held: dict[str, Tensor] = {}
 
     def take(self, name: str, gradient: Tensor) -> None:
-        """One more part of a parameter's gradient, which is nearly always all of it; parts are added in float32."""
+        """Takes one more part of a parameter's gradient, nearly always all of it; several parts are added in
+        float32."""
         held = self._held.pop(name, None)
-        if held is not None:  # a backward inside the backward (re-entrant checkpointing) brings them one by one
+        if held is not None:  # a backward inside the backward (re-entrant checkpointing) brings several
             self._ledger.release("gradients", _nbytes(held))
             gradient = held.float() + gradient.float()
         self._ledger.charge("gradients", _nbytes(gradient))
         self._held[name] = gradient
 
     def end(self, segment: str) -> None:
-        """Backward has left `segment`, and so all segments after it."""
+        """Called when backward has left `segment`, and with it all segments after it."""
         while segment in self._to_come:
             self._exchange(self._to_come.pop())
 
     def finish(self) -> None:
-        """The micro-batch's backward is over. Every rank calls it, each time."""
+        """Called when the micro-batch's backward is over, by every rank, after every micro-batch."""
         while self._to_come:
             self._exchange(self._to_come.pop())
+        self._reduced.finish()
         self._to_come = [*self._segments]
 
     def _exchange(self, segment: str) -> None:
@@ -65,13 +71,13 @@ class SegmentGradients:
             if is_there:
                 self._mark(name)
                 self._reduced.take(name, self._taken(name))
-        self._reduced.finish()
+        self._reduced.send()
 
     def _taken(self, name: str) -> Tensor:
         gradient = self._held.pop(name, None)
         if gradient is None:
             like = self._likes[name]
-            return torch.zeros(like.shape, dtype=like.dtype)
+            return torch.zeros(like.shape, dtype=like.dtype, device=self._device)
         self._ledger.release("gradients", _nbytes(gradient))
         return gradient
 

@@ -1,8 +1,8 @@
 """The optimizer of a sharded model: on each rank, a plain or offloaded optimizer of its shard.
 
-The pieces are flat parts of parameters and parameters of their own to that optimizer, so every placement of states is
-possible here too, and none can change a bit. Their number of dimensions is the parameter's, by which weight decay is
-decided.
+The pieces are flat parts of parameters, which that optimizer treats as parameters of their own. So every placement of
+states is possible here, too, and none can change a bit. A piece has as many dimensions as its parameter, because the
+number of dimensions decides whether weights decay.
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ class PartOptimizer(StepOptimizer, Protocol):
     """The optimizer of one rank's pieces."""
 
     def square_sum(self) -> SquareSum:
-        """What `norm` is the root of."""
+        """Returns the sum whose root is `norm`."""
 
 
 class Division(Protocol):
-    """How the model's parameters are sharded, and where they are: adopted.py for DeepSpeed, fsdp.py for FSDP2."""
+    """How the model's parameters are sharded, and where they are: adopted.py implements it for DeepSpeed, fsdp.py for
+    FSDP2."""
 
     @property
     def layout(self) -> Layout:
         """Every trained parameter, in declared order."""
 
     def complete(self) -> None:
-        """Every rank's pieces have new values, or are about to: let the model's parameters have them."""
+        """Called when every rank's pieces have new values or are about to have them: brings them to the model's
+        parameters."""
 
     def set(self, name: str, values: Tensor) -> None:
-        """Give the parameter (trained or not) `values`, flat and whole, outside of training."""
+        """Sets the parameter (trained or not) to `values`, flat and whole, outside of training."""
 
 
 def as_piece(values: Tensor, num_dimensions: int) -> Parameter:
-    """`values`, flat, as a parameter of its own in the same memory, with as many dimensions as the whole one."""
+    """Returns `values`, flat, as a parameter of its own that shares their memory and has `num_dimensions`
+    dimensions."""
     return Parameter(values.detach().view(*[1] * (num_dimensions - 1), -1))
 
 
 class ShardedOptimizer:
-    """All ranks' optimizers together, as the step loop sees them."""
+    """The optimizers of all ranks together, as the step loop sees them."""
 
     def __init__(
         self,
@@ -64,8 +67,8 @@ class ShardedOptimizer:
         *,
         flushes: bool = True,
     ) -> None:
-        """`flushes`: `step` returns when all is done; else readers of a parameter call `wait` for it. Raises UserError
-        for moments whose blocks the pieces would split."""
+        """`flushes`: `step` returns when the update is complete; otherwise readers of a parameter call `wait` for it.
+        Raises UserError for moments whose blocks would be split between pieces."""
         if settings.moments is MomentType.INT8:
             raise UserError(
                 "spec.training.optimizer.moments = int8: 256 consecutive values of a parameter share a scale, but "
@@ -75,37 +78,37 @@ class ShardedOptimizer:
         self._own, self._division, self._peers = own, division, peers
         self._settings, self._flushes = settings, flushes
         self._parameters = parameters
-        """The model's, whole or sharded; every trained one."""
+        """The model's trained parameters, whole or sharded."""
         self._arrived: dict[str, None] = {}
-        """Of all ranks: each has seen the same ones."""
+        """The parameters with a gradient on any rank; the same on every rank."""
 
     def mark(self, name: str) -> None:
-        """A gradient of the parameter has arrived on every rank, whichever rank owns its pieces."""
+        """Records that a gradient of the parameter has arrived on every rank, whichever rank owns its pieces."""
         self._arrived[name] = None
 
     def take(self, name: str, gradient: Tensor) -> None:
-        """Add this rank's piece of one micro-batch's sum over ranks, flat float32."""
+        """Adds this rank's piece of one micro-batch's sum over ranks, flat float32."""
         self._own.take(name, gradient)
 
     def arrived(self) -> Collection[str]:
         return frozenset(self._arrived)
 
     def parts(self, names: Sequence[str]) -> Sequence[GradientPart]:
-        """None: gradients are sums over ranks already."""
+        """Returns no parts, because gradients are already sums over ranks."""
         return ()
 
     def norm(self) -> float:
         return self._peers.add(self._own.square_sum()).norm()
 
     def set(self, name: str, value: Tensor) -> None:
-        """Give a parameter that is not trained its value, whole, outside of training."""
+        """Sets a parameter that is not trained to its whole value, outside of training."""
         self._division.set(name, value)
 
     def begin(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
-        """Nothing is updated before `step`."""
+        """Does nothing: no update begins before `step`."""
 
     def wait(self, names: Sequence[str]) -> None:
-        """For this rank's pieces of these parameters, of which it has some."""
+        """Waits for this rank's pieces of these parameters; it has a piece of each."""
         if not self._flushes:
             self._own.wait(names)
 
@@ -115,7 +118,7 @@ class ShardedOptimizer:
             self._own.flush()
         self._division.complete()
         for parameter in self._parameters.values():
-            increment_version(parameter)  # a backward of before this step must not go on unnoticed
+            increment_version(parameter)  # a backward of an earlier graph must raise an error
         self._arrived.clear()
 
     def skip(self) -> None:
@@ -126,7 +129,7 @@ class ShardedOptimizer:
         self._own.flush()
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, on every rank; every rank has to ask for all of them."""
+        """Yields whole tensors, on every rank; every rank has to consume all of them."""
         own = self._own.state()
         rank = self._peers.world.rank
         for name, pieces in self._division.layout.items():
@@ -147,7 +150,7 @@ class ShardedOptimizer:
             self._division.set(parameter, flat)
 
     def own_states(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-        """parameter -> kind -> this rank's piece, flat float32; those of which it has one."""
+        """Returns parameter -> kind -> this rank's piece, flat float32, for the parameters of which it has a piece."""
         wanted, found = set(names), dict[str, dict[str, Tensor]]()
         for state, value in self._own.state():
             kind, _, name = state.partition(".")
@@ -156,7 +159,7 @@ class ShardedOptimizer:
         return found
 
     def load_own(self, kind: str, name: str, values: Tensor) -> None:
-        """Set this rank's piece of one state; a master sets the piece of the parameter too, rounded."""
+        """Sets this rank's piece of one state. A master also sets the piece of the parameter, rounded."""
         self._own.load(f"{kind}.{name}", values)
 
     def shape(self, name: str) -> torch.Size:
@@ -173,4 +176,4 @@ class ShardedOptimizer:
 
 
 MakeOptimizer = Callable[[list[tuple[str, Parameter]]], PartOptimizer]
-"""Named pieces -> their optimizer, which gets float32 gradients."""
+"""Named pieces -> their optimizer, which is given float32 gradients."""

@@ -1,6 +1,6 @@
-"""/metrics of one trainer process: the last step as plain floats, formatted only when somebody scrapes.
+"""/metrics of one trainer process: the last step as plain floats, which are formatted only when somebody scrapes.
 
-The loop never waits for a scrape: it replaces one reference, and the collector reads whichever is there.
+The loop never waits for a scrape: it replaces one reference, and the collector reads the one that is current.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Totals:
 
 
 class Exporter(Collector):
-    """Serves the series of spillway.metrics for one rank. Those without a rank label are rank 0's to tell."""
+    """Serves the series of spillway.metrics for one rank. Series without a rank label are served only by rank 0."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class Exporter(Collector):
         spill_file_bytes: Callable[[], int] = int,
         missed_checkpoints: Callable[[], int] = int,
     ) -> None:
-        """`spill_faults`: those survived so far, by kind. `spill_file_bytes`: what the files take now."""
+        """`spill_faults`: faults survived so far, by kind. `spill_file_bytes`: what the files take now.
+        `missed_checkpoints`: how many the disk has refused so far."""
         self._missed_checkpoints = missed_checkpoints
         self._spill_file_bytes = spill_file_bytes
         self._spill_faults = spill_faults
@@ -60,7 +61,7 @@ class Exporter(Collector):
         self._best = ""
 
     def serve(self, port: int, address: str = "0.0.0.0") -> None:  # noqa: S104 - Prometheus asks from outside the pod
-        """Start answering on `port` from a daemon thread. Raises UserError when the port cannot be had."""
+        """Start answering on `port` from a daemon thread. Raises UserError if the port cannot be opened."""
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -92,7 +93,7 @@ class Exporter(Collector):
         self.checkpoint(step)
 
     def sweep(self, members: tuple[MemberProgress, ...], best: str) -> None:
-        """`step` and `steps_planned` are then those of all members together."""
+        """Shows a sweep: `step` and `steps_planned` are then those of all members together."""
         self._members, self._best = members, best
 
     def collect(self) -> Iterator[Metric]:
@@ -153,8 +154,8 @@ class Exporter(Collector):
     def _labelled(
         self, metric: metrics.Metric, values: Mapping[str, float] | Mapping[tuple[str, str], float]
     ) -> Iterator[Metric]:
-        """One family; a key of `values` is the metric's own label (tier, link, phase), or its two, "" where it has
-        none."""
+        """Yields one family, or nothing if this rank does not serve it. A key of `values` is the value of the metric's
+        own label (tier, link, phase), or of its two labels; "" if it has none."""
         if self._rank != 0 and metrics.RANK_LABEL not in metric.labels:
             return
         family_type = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily

@@ -1,7 +1,7 @@
 """Posts ProgressReports from rank 0 to the operator.
 
-The step loop replaces one reference and sets a flag; a daemon thread turns what is there into JSON and posts it. The
-operator's absence costs one line in the log, never a step.
+The step loop replaces one reference and sets a flag; a daemon thread turns the current figures into JSON and posts
+them. If the operator is absent, that costs one line in the log, never a step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Endpoint:
 
     url: SplitResult
     token_path: Path | None
-    """Read at each post: the kubelet renews the token."""
+    """Read at each post, because the kubelet renews the token."""
     ca_path: Path | None
 
     def connect(self) -> http.client.HTTPConnection:
@@ -74,7 +74,7 @@ class Endpoint:
         return http.client.HTTPSConnection(host, port, timeout=POST_TIMEOUT_SECONDS, context=context)
 
     def headers(self) -> dict[str, str]:
-        """Raises OSError when the token cannot be read, ValueError when the file holds none."""
+        """Raises OSError if the token cannot be read, ValueError if the file holds none."""
         headers = {"Content-Type": "application/json"}
         if self.token_path is not None:
             headers["Authorization"] = f"Bearer {bearer_token(self.token_path)}"
@@ -82,7 +82,7 @@ class Endpoint:
 
 
 def bearer_token(path: Path) -> str:
-    """Checked here: http.client's own error would quote the token, and the error goes to the log."""
+    """Reads and checks a token: http.client's own error would quote the token, and the error goes to the log."""
     token = path.read_bytes().strip()
     if not token or not all(0x21 <= byte <= 0x7E for byte in token):
         raise ValueError(f"{path}: must contain the ServiceAccount's token, one word of printable ASCII")
@@ -90,7 +90,8 @@ def bearer_token(path: Path) -> str:
 
 
 def endpoint(environment: Mapping[str, str]) -> Endpoint | None:
-    """None without a URL. Raises UserError for one that would send the token unencrypted, or nowhere."""
+    """Returns where to post; None without a URL. Raises UserError for a URL that would send the token unencrypted, or
+    nowhere."""
     text = environment.get(URL_VARIABLE, "")
     if not text:
         return None
@@ -105,10 +106,10 @@ def endpoint(environment: Mapping[str, str]) -> Endpoint | None:
 
 
 def url_of(text: str) -> SplitResult | None:
-    """None for what is no URL, or one whose port is none."""
+    """Returns None if `text` is no URL, or if its port is not valid."""
     try:
         url = urlsplit(text)
-        _ = url.port  # read only now by urllib
+        _ = url.port  # urllib checks it only now
     except ValueError:
         return None
     return url
@@ -123,26 +124,27 @@ class Figures:
     last_time: float = 0.0
     evaluation_loss: float | None = None
     checkpoint: tuple[int, float] | None = None
-    """Step, Unix time."""
+    """Step and Unix time."""
     checkpoint_member: str = ""
-    """Of a sweep: the member that it belongs to."""
+    """In a sweep: the member that the checkpoint belongs to."""
     members: tuple[MemberProgress, ...] = ()
-    """Of a sweep."""
+    """In a sweep: all members."""
     best_member: str = ""
     peak: Mapping[str, int] = field(default_factory=dict)
     built_in_bytes: int = 0
-    """Peak bytes of the pod that built the corpus, this one or an earlier attempt's; 0: unknown."""
+    """Peak bytes of the pod that built the corpus, this one or that of an earlier attempt; 0: unknown."""
     first_step: int = 0
     """The step before this attempt's first."""
     eta_seconds: float | None = None
     spill_volume: SpillVolume | None = None
 
     def steps(self, job: JobFile) -> tuple[int, int]:
-        """Made, and asked for; of all members together where there are some."""
+        """Returns the steps made and the steps asked for: in a sweep, of all members together."""
         return steps_of(self.members) if self.members else (self.step, job.spec.training.num_steps)
 
     def steps_left(self, job: JobFile) -> float:
-        """Of all members as many as rounds to come will leave of them."""
+        """Returns the steps to come; in a sweep, of all members, where steps after a coming round count by the fraction
+        of members that it lets continue."""
         if self.members:
             return sum(steps_ahead(self.members, job.spec.compared_by.halving).values())
         return max(0, job.spec.training.num_steps - self.step)
@@ -168,10 +170,10 @@ class ProgressClient:
         self._problem = ""
         self._newest_epoch = job.epoch
         self._heard: int | None = None
-        """The operator's last answer about activations."""
+        """The operator's last answer about activations, in bytes."""
         self._wanted = plan.bytes[Tier.NVME].activations
         self._connection: http.client.HTTPConnection | None = None
-        self._news.set()  # the beginning is worth a post
+        self._news.set()  # the beginning is posted, too
         self._thread = threading.Thread(target=self._post_for_ever, daemon=True, name="progress")
         self._thread.start()
 
@@ -185,9 +187,9 @@ class ProgressClient:
         *,
         built_in_bytes: int = 0,
     ) -> ProgressClient | None:
-        """A client that has begun to post, or None where no operator asks for progress (a local run).
+        """Returns a client that has begun to post, or None if no operator asks for progress (a local run).
 
-        `report` writes a line into the attempt's log. Raises UserError for a URL that cannot be.
+        `report` writes a line to the attempt's log. Raises UserError for a URL that cannot be used.
         """
         where = endpoint(environment)
         if where is None:
@@ -224,11 +226,11 @@ class ProgressClient:
 
     @property
     def wanted_activations(self) -> int:
-        """Bytes of each rank's spill file that activations may take: the plan's, until an answer lowers them."""
+        """Bytes of each rank's spill file that activations may take: those of the plan, until an answer lowers them."""
         return self._wanted
 
     def close(self) -> None:
-        """Post the newest figures once more, within END_SECONDS; then nothing is posted any more."""
+        """Posts the newest figures once more, within END_SECONDS; after that, nothing is posted."""
         self._closing.set()
         self._news.set()
         self._thread.join(END_SECONDS)
@@ -244,7 +246,7 @@ class ProgressClient:
         while not closing:
             self._news.wait()
             self._news.clear()
-            closing = self._closing.is_set()  # after clear(): what close() sets may be taken away, its request not
+            closing = self._closing.is_set()  # after clear(), which may undo close()'s set(), but not its request
             problem = self._attempt()
             if problem and not closing:
                 self._news.set()  # what was not delivered is still news
@@ -253,14 +255,14 @@ class ProgressClient:
         self._disconnect()
 
     def _say(self, problem: str) -> None:
-        """One line when the cause changes, none while it stays."""
+        """Reports one line when the cause changes, and none while it stays the same."""
         if problem != self._problem:
             where = self._where.url.geturl()
             self._report(f"progress is not delivered to {where}: {problem}" if problem else "progress is delivered")
         self._problem = problem
 
     def _attempt(self) -> str:
-        """Post what is known now; returns why that failed, or nothing."""
+        """Posts what is known now; returns why that failed, or an empty text."""
         try:
             figures, held = self._figures, peak_memory_bytes(Path("/"))
             body = progress_report(figures, self._job, self._plan, held).model_dump_json(by_alias=True).encode()
@@ -274,7 +276,7 @@ class ProgressClient:
         return ""
 
     def _post(self, body: bytes) -> tuple[int, bytes]:
-        """One request; a kept connection that was lost is reopened once."""
+        """Makes one request; a kept connection that was lost is reopened once."""
         kept = self._connection is not None
         try:
             return self._request(body)
@@ -302,8 +304,8 @@ class ProgressClient:
         self._connection = None
 
     def _hear(self, answer: ProgressAnswer) -> None:
-        """A newer attempt is only logged: the checkpoint directory decides who is fenced. Answers to another attempt
-        are ignored."""
+        """A newer attempt is only logged, because the checkpoint directory decides who is fenced. Answers to another
+        attempt are ignored."""
         if answer.epoch == self._job.epoch and answer.activations not in (None, self._heard):
             self._heard = answer.activations
             self._lower(answer.activations)
@@ -335,7 +337,8 @@ def reporting(
     *,
     built_in_bytes: int = 0,
 ) -> Iterator[ProgressClient | None]:
-    """The client during the run, closed with the last figures however the run ends; None without an operator."""
+    """Yields the client during the run, and closes it with the last figures however the run ends; None without an
+    operator."""
     client = ProgressClient.from_environment(
         environment, job, plan, resumed_step, report, built_in_bytes=built_in_bytes
     )
@@ -347,7 +350,7 @@ def reporting(
 
 
 def progress_report(figures: Figures, job: JobFile, plan: MemoryPlan, pod_peak_bytes: int = 0) -> ProgressReport:
-    """Raises ValidationError for figures beyond every bound."""
+    """Raises ValidationError for figures that exceed their bounds."""
     last, (step, steps) = figures.last, figures.steps(job)
     return ProgressReport(
         trainer_status=TrainerStatus(
@@ -376,14 +379,14 @@ def progress_report(figures: Figures, job: JobFile, plan: MemoryPlan, pod_peak_b
 
 
 def pod_memory(figures: Figures, job: JobFile, peak_bytes: int) -> PodMemory:
-    """Where the corpus was there already, the pod that built it counts, too."""
+    """Returns the pod's memory. If the corpus existed already, the peak of the pod that built it counts, too."""
     peak = max(peak_bytes, figures.built_in_bytes) if peak_bytes else 0
     return PodMemory(peak=min(peak, MAX_BYTES), is_whole=saw_a_whole_run(figures, job))
 
 
 def saw_a_whole_run(figures: Figures, job: JobFile) -> bool:
-    """Whether the pod has done all that takes memory, and will do no more: it made the second half of the steps at
-    least and the last of them, committed that one's checkpoint, and evaluated where the job does."""
+    """Whether the pod has done everything that takes memory, and will do no more: it made at least the second half of
+    the steps including the last one, committed the checkpoint of that step, and evaluated if the job evaluates."""
     steps = job.spec.training.num_steps
     evaluated = job.spec.data.evaluation is None or figures.evaluation_loss is not None
     ended = figures.checkpoint is not None and figures.checkpoint[0] == steps
@@ -391,7 +394,7 @@ def saw_a_whole_run(figures: Figures, job: JobFile) -> bool:
 
 
 def loss_of(figures: Figures) -> float | None:
-    """Of the last step; in a sweep of the best member's last one."""
+    """Returns the loss of the last step; in a sweep, the last loss of the best member."""
     best = next((one for one in figures.members if one.name == figures.best_member), None)
     if best is not None:
         return best.loss
@@ -399,7 +402,7 @@ def loss_of(figures: Figures) -> float | None:
 
 
 def named(figures: Figures) -> dict[str, float]:
-    """What Kubeflow's tools show by name."""
+    """Returns the figures that Kubeflow's tools show by name."""
     last = figures.last
     known = {"evaluation_loss": figures.evaluation_loss}
     if last is not None:
@@ -417,7 +420,7 @@ def finite(value: float) -> float | None:
 
 
 def committed(figures: Figures, job: JobFile) -> CommittedCheckpoint | None:
-    """The last checkpoint of this attempt."""
+    """Returns the last checkpoint of this attempt."""
     if figures.checkpoint is None:
         return None
     step, when = figures.checkpoint

@@ -17,7 +17,7 @@ from spillway.metrics import StepMetrics
 from spillway.plan import Tier
 
 LONGEST_END_BYTES = 1 << 16
-"""Of the line of an end, with its message."""
+"""Most bytes of the line of an `end`, with its message."""
 
 
 class OutputNotWritten(UserError):
@@ -35,12 +35,12 @@ class Sink(Protocol):
 
 
 class Recorder:
-    """Appends events to run.jsonl and shows them to the sinks. Without a path it shows them only: a run has one
+    """Appends events to run.jsonl and shows them to the sinks. Without a path it only shows them: a run has one
     run.jsonl, and rank 0 writes it.
 
     Events: preparing, start, activations_chosen, activations_corrected, step, evaluation, checkpoint,
-    checkpoint_missed, end. After a resume, step numbers repeat: the last line of a step wins. Raises OutputNotWritten
-    when the disk refuses a line.
+    checkpoint_missed, end. After a resume, step numbers repeat: the last line of a step counts. Raises OutputNotWritten
+    if the disk refuses a line.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -53,11 +53,11 @@ class Recorder:
         """Checkpoints that the disk rejected."""
 
     def show(self, *sinks: Sink) -> None:
-        """Adds `sinks` for every step, evaluation and checkpoint from now on."""
+        """From now on, every step, evaluation and checkpoint is shown to `sinks`, which replace the earlier ones."""
         self._sinks = sinks
 
     def preparing(self, doing: str) -> None:
-        """What an attempt does before it trains."""
+        """Records what an attempt does before it trains."""
         self._write("preparing", {"doing": doing})
 
     def start(self, **fields: object) -> None:
@@ -71,7 +71,8 @@ class Recorder:
     def activations_chosen(
         self, reason: str, stall_seconds: float, pass_seconds: float, tier_bytes: Mapping[Tier, int]
     ) -> None:
-        """Where single storages of a forward wait from now on, and what forward and backward should take then."""
+        """Records where single storages of a forward wait from now on, and how long forward and backward should then
+        take."""
         self._write(
             "activations_chosen",
             {
@@ -85,8 +86,8 @@ class Recorder:
     def activations_corrected(
         self, step: int, reason: str, activations: int, host_bytes: int, spill_file_bytes: int
     ) -> None:
-        """After `step`, saved storages moved from the spill file, which is smaller now, to host memory: how many bytes
-        they may take of each from now on, of host memory beyond the plan's."""
+        """Records that saved storages moved from the spill file, which is smaller now, to host memory after `step`, and
+        how many bytes they may take of each from now on: of host memory, in addition to the plan's."""
         self._write(
             "activations_corrected",
             {
@@ -104,14 +105,15 @@ class Recorder:
         self._write("evaluation", {"step": step, "loss": loss, "tokens": tokens, "seconds": seconds})
 
     def checkpoint(self, step: int, nbytes: int, seconds: float, stalled_seconds: float) -> None:
-        """It is committed; one that was written behind training by now, some steps later."""
+        """Records a committed checkpoint. One that was written while training continued is recorded some steps
+        later."""
         for sink in self._sinks:
             sink.checkpoint(step)
         seen = {"seconds": seconds, "stalled_seconds": stalled_seconds}
         self._write("checkpoint", {"step": step, "bytes": nbytes, **seen})
 
     def checkpoint_missed(self, step: int, problem: str) -> None:
-        """The disk rejected a checkpoint; training continues, with the earlier ones."""
+        """Records that the disk rejected a checkpoint; training continues, and the earlier ones remain."""
         self.num_missed += 1
         self._write("checkpoint_missed", {"step": step, "problem": problem})
 
@@ -147,12 +149,12 @@ def refusals(path: Path) -> Iterator[None]:
 
 
 def is_non_finite(value: object) -> bool:
-    """JSON has no infinity: such a norm or loss is written as null."""
+    """Whether `value` is infinite or NaN, which JSON cannot express: such a norm or loss is written as null."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def open_for_append(path: Path) -> TextIO:
-    """Open for appending whole lines: a line that a killed process left half-written is closed off first."""
+    """Opens a file to append whole lines: a line that a killed process left half-written is ended first."""
     file = path.open("a+", encoding="utf-8")
     end = file.seek(0, 2)
     if end:

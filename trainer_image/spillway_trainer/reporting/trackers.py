@@ -2,9 +2,9 @@
 
     run.jsonl -> Feed, a thread of rank 0 for each tracker -> Tracker
 
-A feed reads run.jsonl while it grows, so the step loop neither knows nor waits for a tracker. How far it came is stored
-in tracker-KIND.json, where the next attempt continues. A step that is trained again after a crash computes the same
-numbers: trackers keep the first.
+A feed reads run.jsonl while it grows, so the step loop neither knows nor waits for a tracker. How far the feed has come
+is stored in tracker-KIND.json, from where the next attempt continues. A step that is trained again after a crash
+computes the same numbers, so trackers keep the first ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spillway.units import format_bytes, format_seconds
 
 INTERVAL_SECONDS, RETRY_SECONDS = 2.0, 30.0
 END_SECONDS, END_RETRY_SECONDS = 10.0, 0.5
-"""Time limit of all trackers for their last events, and the pause after a failed try."""
+"""Seconds that all trackers together have for their last events, and the pause after a failed try."""
 EVENTS_AT_ONCE = 100
 """MLflow takes 1000 figures in a request."""
 STEP_FIGURES = {
@@ -46,14 +46,14 @@ NOTES = {
     "start": "{epoch}, from step {resumed_from_step}", "checkpoint": "step {step}",
     "checkpoint_missed": "step {step}: {problem}", "end": "step {step}: {reason}: {message}",
 }  # fmt: skip
-"""Event of run.jsonl -> the text of that name in a tracker."""
+"""Event of run.jsonl -> the text that a tracker shows under the event's name."""
 HYPERPARAMETERS = {"model", "data", "training", "parallelism", "memory", "spill", "checkpoint"}
 """Sections of the spec that trackers show: never pod.env, which may hold secrets."""
 MLFLOW_DEFAULTS = {
     "DISABLE_TELEMETRY": "true", "HTTP_REQUEST_TIMEOUT": "10", "HTTP_REQUEST_MAX_RETRIES": "0",
     "SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }  # fmt: skip
-"""Its environment variables MLFLOW_*, unless the user sets them: the feed itself tries again."""
+"""Environment variables MLFLOW_* that are set unless the user sets them. No retries: the feed itself tries again."""
 
 
 class Point(NamedTuple):
@@ -74,7 +74,7 @@ class TrackedRun:
     plan: MemoryPlan
     member: str
     directory: Path
-    """For the files of a tracker, which outlive the attempt."""
+    """Directory for the files of a tracker, which outlive the attempt."""
 
     @property
     def id(self) -> str:
@@ -102,7 +102,7 @@ class TrackedRun:
 
 
 class TensorBoard:
-    """An event file of this attempt."""
+    """A new event file for this attempt."""
 
     def __init__(self, _: tracking.TensorBoard, run: TrackedRun, last_step: int) -> None:
         from tensorboardX import event_file_writer, summary  # noqa: PLC0415
@@ -113,7 +113,7 @@ class TensorBoard:
         directory.mkdir(parents=True, exist_ok=True)
         self._file = event_file_writer.EventsWriter(str(directory / "events"), f".{run.job.epoch}.{time.time_ns()}")
         began = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._write(last_step + 1, session_log=began)  # hides what a killed attempt wrote of later steps
+        self._write(last_step + 1, session_log=began)  # hides what a killed attempt wrote about later steps
         for content in summary.hparams(run.hyperparameters, {"train/loss": 0, "eval/loss": 0})[:2]:
             self._write(last_step, summary=content)
         self.send((), {"plan": run.plan_text})
@@ -135,7 +135,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run on the server, found again by its tag spillway.run."""
+    """A run on the server; later attempts find it by its tag spillway.run."""
 
     def __init__(self, settings: tracking.MLflow, run: TrackedRun, _: int) -> None:
         for name, value in MLFLOW_DEFAULTS.items():
@@ -170,8 +170,9 @@ class MLflow:
 
 
 class WeightsAndBiases:
-    """A run whose id is the job's uid: every attempt continues it. The service of wandb, a process that ends with this
-    one, writes its file every second, and uploads it. Points sent twice have the same number; W&B keeps the first."""
+    """A run whose id is made from the job's uid, so that every attempt continues it. wandb's service, a process that
+    ends with this one, writes its file every second and uploads it. Points that are sent twice have the same number;
+    W&B keeps the first."""
 
     def __init__(self, settings: tracking.WeightsAndBiases, run: TrackedRun, _: int) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -193,7 +194,7 @@ class WeightsAndBiases:
                 config={**run.hyperparameters, "plan": run.plan_text}, allow_val_change=True, settings=options,
             )  # fmt: skip
         except Exception:
-            wandb.teardown()  # else the service holds the id, and says so at the next try
+            wandb.teardown()  # else the service keeps the id, and the next try fails
             raise
         self._run.define_metric("*", step_metric="step")
 
@@ -207,20 +208,20 @@ class WeightsAndBiases:
 
 
 Tracker = TensorBoard | MLflow | WeightsAndBiases
-"""One run in a tracker. Every method may raise any error: events not sent are sent again."""
+"""One run in a tracker. Every method may raise any error: events that were not sent are sent again."""
 KINDS: dict[str, tuple[str, type[Tracker], float]] = {
     "tensor_board": ("tensorboardX.summary", TensorBoard, 0.0),
     "mlflow": ("mlflow", MLflow, 0.0),
     "wandb": ("wandb", WeightsAndBiases, 5.0),
 }
-"""Field of spec.tracking -> library; what opens a run: (settings, run, last step that was sent); seconds until what was
-sent survives the death of this process."""
+"""Field of spec.tracking -> the library; what opens a run, called with (settings, run, last step that was sent); and
+the seconds until what was sent survives the death of this process."""
 Cursors = dict[str, dict[str, int]]
-"""Id of a run -> how far it is sent: bytes of run.jsonl, the last step and evaluation."""
+"""Id of a run -> how far it has been sent: bytes of run.jsonl, the last step, and the last evaluation."""
 
 
 class Feed:
-    """The thread of one tracker."""
+    """The thread that feeds one tracker."""
 
     def __init__(self, kind: str, runs: Sequence[TrackedRun], directory: Path, report: Callable[[str], None]) -> None:
         self.kind = kind
@@ -242,19 +243,19 @@ class Feed:
         self._thread.start()
 
     def close(self, exit_code: int, until: float) -> None:
-        """The thread sends what is left, with tries until then (monotonic seconds), and ends."""
+        """Lets the thread send what is left, with retries until `until` (monotonic seconds), and end."""
         self._exit_code, self._until = exit_code, until
         self._closing.set()
 
     def join(self, seconds: float) -> None:
-        """Waits at most that long; reports how many events are left."""
+        """Waits at most `seconds` for the thread, and reports how many events are left."""
         self._thread.join(seconds)
         if left := sum(1 for run in self._runs for _ in events_after(run.log, self._cursors[run.id]["offset"])):
             self._report(f"tracker {self.kind}: {left} events are not sent; run.jsonl keeps them for the next attempt")
 
     def _follow(self) -> None:
         with suppress(Exception):
-            import_module(self._library)  # before the first step, which it would slow
+            import_module(self._library)  # before the first step, which this would slow down
         closing = False
         while not closing or (self._problem and time.monotonic() + END_RETRY_SECONDS < self._until):
             if closing:
@@ -290,7 +291,7 @@ class Feed:
             self._store(self._cursors)
 
     def _send(self, run: TrackedRun) -> bool:
-        """Sends the next events; False when there are none."""
+        """Sends the next events; returns False if there are none."""
         cursor, last_step = {**self._cursors[run.id]}, self._cursors[run.id]["step"]
         points, notes, end = list[Point](), dict[str, str](), None
         for offset, event in islice(events_after(run.log, cursor["offset"]), EVENTS_AT_ONCE):
@@ -326,7 +327,7 @@ class Feed:
 
 
 def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and values of a step or evaluation event, without those that are not finite."""
+    """Yields names and values of a step or evaluation event, without those that are not finite."""
     if event["event"] == "step":
         found = {name: event[field] for name, field in STEP_FIGURES.items()}
         found["memory/device_peak_bytes"] = event["tier_peak_bytes"].get(Tier.DEVICE)
@@ -337,7 +338,7 @@ def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def events_after(log: Path, offset: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The complete lines of a run.jsonl from `offset` on, each with its end."""
+    """Yields the offset of its end and the event of each complete line of a run.jsonl from `offset` on."""
     if not log.is_file():
         return
     with log.open("rb") as file:
@@ -353,7 +354,7 @@ def events_after(log: Path, offset: int) -> Iterator[tuple[int, dict[str, Any]]]
 
 
 class Trackers:
-    """All trackers of a job. Raises UserError when their libraries are not installed."""
+    """All trackers of a job. Raises UserError if their libraries are not installed."""
 
     def __init__(self, job: JobFile, plan: MemoryPlan, report: Callable[[str], None]) -> None:
         self._feeds: list[Feed] = []
@@ -367,7 +368,7 @@ class Trackers:
         self._feeds = [Feed(kind, runs, directory, report) for kind in KINDS if getattr(job.spec.tracking, kind)]
 
     def close(self, exit_code: int) -> None:
-        """Sends the last events, within END_SECONDS."""
+        """Sends the last events within END_SECONDS, and ends all feeds."""
         until = time.monotonic() + END_SECONDS
         for feed in self._feeds:
             feed.close(exit_code, until)

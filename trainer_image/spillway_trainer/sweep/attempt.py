@@ -3,9 +3,9 @@
     whose turn it is (here) -> a turn on a device (turn.py), in this process or in one of the device's own (workers.py)
 
 A member is an ordinary run with a directory, a run.jsonl, an epoch and checkpoints of its own; between two turns its
-states are parked (parking.py). Whose turn it is follows from what all have trained and reported, so a sweep that was
-killed goes on as it would have: each member from its own checkpoint, rounds of halving from the sweep's record. On
-several devices the order of turns depends on time, too; what a member computes does not.
+states are parked (parking.py). Whose turn it is follows from what all members have trained and reported, so a sweep
+that was killed continues as it would have: each member from its own checkpoint, rounds of halving from the sweep's
+record. On several devices the order of turns also depends on time; what a member computes does not.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .workers import Devices, Here, Workers
 
 
 def contenders(job: JobFile) -> list[Contender]:
-    """All members in their order."""
+    """All members, in the order of the list."""
     return [Contender(one.name, member_spec(job.spec, one).training.num_steps) for one in job.spec.members]
 
 
 def open_sweep_recorder(job: JobFile) -> SweepRecorder:
-    """The sweep's own run.jsonl. Raises UserError for an output directory that cannot be had."""
+    """The recorder of the sweep's own run.jsonl. Raises UserError if the output directory cannot be created."""
     output = Path(job.output_directory)
     with refusals(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -54,8 +54,8 @@ def open_sweep_recorder(job: JobFile) -> SweepRecorder:
 def run_sweep(
     job: JobFile, plan: MemoryPlan, recorder: SweepRecorder, progress: RunProgress, stop: StopRequest, world: World
 ) -> str:
-    """Train all members to their ends; `progress` counts the steps of all. Every end but that of all members is an
-    exception (see ending.py): where every member failed, the first one's error. Returns a sentence about the end."""
+    """Trains all members to their ends and returns a sentence about the end; `progress` counts the steps of all. Any
+    other end of the attempt is an exception (see ending.py): if every member failed, the error of the first one."""
     torch.set_num_threads(job.compute_threads)
     check(job, plan, world)
     sweep = Sweep(job, plan, recorder, progress, stop)
@@ -65,12 +65,12 @@ def run_sweep(
             sweep.devices = Workers(job, plan, sweep, stop)
         else:
             sweep.devices = Here(Device(on_device(plan, 1, world)[1], Parking(job, plan), stop, sweep))
-            opened.enter_context(settled_objects())  # a turn ends with a collection
+            opened.enter_context(settled_objects())  # each turn ends with a garbage collection
         return sweep.run()
 
 
 def check(job: JobFile, plan: MemoryPlan, world: World) -> None:
-    """Raises UserError for a plan of other members, and for what members cannot have."""
+    """Raises UserError if the plan is for other members, or asks for what members do not support."""
     config.check_world(job, world)
     planned, named = [one.name for one in plan.members], [one.name for one in job.spec.members]
     if planned != named:
@@ -99,7 +99,7 @@ class Sweep:
         self.members: dict[str, Member] = {}
         self._contenders = contenders(job)
         self._training: dict[int, Turn] = {}
-        """By device."""
+        """Turns in progress, by device."""
         self._said: set[str] = set()
 
     def run(self) -> str:
@@ -129,7 +129,7 @@ class Sweep:
                     self._ended(self._training.pop(device))
 
     def _begin(self) -> None:
-        """Every member's epoch begins with the attempt, which fences earlier writers."""
+        """Begins every member's epoch with the attempt, which fences earlier writers."""
         self.recorder.sweep(self.job.epoch)
         self.record = SweepRecord.read(self.record.directory, self.job.epoch, self.objective.metric)
         named = {one.name for one in self.job.spec.members}  # members may join and leave between attempts
@@ -156,8 +156,8 @@ class Sweep:
         self.count()
 
     def _is_mended(self, failure: MemberFailure) -> bool:
-        """Perhaps: what was wrong with what the user gave may be right by now. Where rounds were decided without the
-        member, it stays out: a decision is never taken back."""
+        """Whether the member may try again: what was wrong with the user's input may be right by now. With halving it
+        stays out, because rounds may have been decided without it, and a decision is never taken back."""
         return failure.exit_code == ExitCode.USER_ERROR and not self.objective.halving
 
     def _opened(self, job: JobFile, planned: MemberPlan) -> Member:
@@ -178,15 +178,16 @@ class Sweep:
 
     @property
     def _in_turns(self) -> set[str]:
-        """Members that devices train now."""
+        """Names of the members that devices train now."""
         return {member.name for turn in self._training.values() for member, _ in turn}
 
     def _free_device(self) -> int | None:
         return next((device for device in range(self.plan.member_devices) if device not in self._training), None)
 
     def _next(self, now: Standing) -> Turn:
-        """Of those that may train on the first in the order of turns, with those on its base that are attached with it;
-        of each the step that its turn ends at: where no other waits for one, it trains as far as it may."""
+        """The next turn, empty if there is none: of the members that may continue, the first in the order of turns,
+        with those on its base that are attached with it; and for each the step at which its turn ends. If no other
+        member waits for a turn, each trains as far as it may."""
         due = [
             one
             for one in self.members.values()
@@ -196,8 +197,8 @@ class Sweep:
             return []
 
         def order(member: Member) -> float:
-            """Fewest turns first, for an early word of each; on several devices the longest remaining time, so that
-            none is left with a long one at the end."""
+            """Fewest turns first, so that every member reports early; on several devices the longest remaining time
+            first, so that no device is left with a long member at the end."""
             if self.plan.member_devices == 1:
                 return self._num_turns(member)
             return (member.progress.step - now.until[member.name]) * member.plan.prediction.step_seconds
@@ -213,7 +214,7 @@ class Sweep:
         return member.progress.step // self.plan.turn_steps
 
     def _turn_end(self, member: Member) -> int:
-        """Turns end at the same steps, wherever an attempt begins."""
+        """The step at which the member's turn ends: the same steps, wherever an attempt begins."""
         return (self._num_turns(member) + 1) * self.plan.turn_steps
 
     def _start(self, turn: Turn, device: int) -> None:
@@ -233,7 +234,8 @@ class Sweep:
                 self.recorder.member_parked(member.name, member.progress.step)
 
     def _completed(self, member: Member) -> None:
-        """Its end is recorded once, by a later attempt if it was killed after its last checkpoint."""
+        """Records the member's end once; a later attempt does, if this one was killed after the member's last
+        checkpoint."""
         step = member.progress.step
         if not member.recorder.has_ended:
             member.recorder.end(step, "Completed", 0, f"trained to step {step}")
@@ -245,14 +247,14 @@ class Sweep:
         return self.recorder.sink(member)
 
     def reported(self, member: str, step: int, value: float) -> None:
-        """Durable before the checkpoint of that step."""
+        """Records what the objective compares, durably, before the checkpoint of that step is written."""
         if self.record.values.get((member, step)) == value:
             return
         self.record.values[member, step] = value
         self.record.write()
 
     def _say(self, now: Standing) -> None:
-        """Rounds that were decided, and the best."""
+        """Reports the members that rounds have stopped, and the best member."""
         for stop in now.stops:
             member = self.members.get(stop.member)
             if stop.member in self._said | self._in_turns or member is None:
@@ -260,13 +262,13 @@ class Sweep:
             self._said.add(stop.member)
             self.devices.leave(member)
             self.recorder.member_stopped(stop)
-            if not member.recorder.has_ended:  # as in an earlier attempt
+            if not member.recorder.has_ended:  # an earlier attempt may have recorded it
                 member.recorder.end(stop.step, "Stopped", 0, stop.reason)
         if now.best:
             self.recorder.best(now.best)
 
     def failed(self, name: str, step: int, error: SpillwayError) -> None:
-        """`error`: what ended the member alone."""
+        """Records that `error` ended this member and no other."""
         ending = ending_of(error)
         report(f"member {name} failed, other members continue: {ending.reason}: {ending.message}")
         if name in self.members:
@@ -280,7 +282,8 @@ class Sweep:
         self.progress.step = sum(one.progress.step for one in self.members.values())
 
     def _end(self, now: Standing) -> str:
-        """Raises the first member's error where all failed."""
+        """A sentence about the end. Raises the first member's error if all failed, and UserError if members wait for a
+        value that is missing from the record."""
         failures, num_members = self.record.failures, len(self.job.spec.members)
         if len(failures) == num_members:
             name = next(one.name for one in self.job.spec.members if one.name in failures)

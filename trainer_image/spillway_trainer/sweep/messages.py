@@ -13,21 +13,21 @@ from .turn import Carried
 
 
 class Start(NamedTuple):
-    """The first, to a worker."""
+    """The first message to a worker."""
 
     job: JobFile
     plan: MemoryPlan
     device: int
     descriptors: tuple[int, ...]
-    """Of the files of parked states, which it has inherited."""
+    """Descriptors of the files of parked states, which the worker has inherited."""
 
 
 class Ready(NamedTuple):
-    """The first, from a worker."""
+    """The first message from a worker: it waits for turns."""
 
 
 class Part(NamedTuple):
-    """A member of a turn."""
+    """One member's part of a turn."""
 
     name: str
     until: int
@@ -37,11 +37,11 @@ class Part(NamedTuple):
 class TurnMessage(NamedTuple):
     parts: tuple[Part, ...]
     parked_bytes: int
-    """Of all members."""
+    """Bytes that all members have parked."""
 
 
 class Finish(NamedTuple):
-    """There are no further turns."""
+    """There are no further turns for the worker."""
 
 
 class Stepped(NamedTuple):
@@ -60,7 +60,7 @@ class Committed(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """Is answered, once it is durable."""
+    """A value that the objective compares. Answered with None once it is durable."""
 
     member: str
     step: int
@@ -68,7 +68,7 @@ class Reported(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A member ended alone."""
+    """A member ended, without ending the others."""
 
     member: str
     step: int

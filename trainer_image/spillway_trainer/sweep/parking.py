@@ -1,9 +1,9 @@
 """Parking: moves the states of paused members to NVMe and back.
 
-Each member has a region of a spill file: its tensors one after the other, in the order in which its optimizer gave
-them, cut into pieces of a buffer. It is scratch like all that is spilled: checksummed, preallocated, and gone with the
-process, however that ends. The regions are the same in every process of a sweep on several devices, which share the
-file: whichever has a member's next turn reads what another one parked.
+Each member has a region of a spill file, with its tensors one after the other, in the order in which its optimizer gave
+them, cut into pieces of a buffer. Like everything that is spilled it is scratch: checksummed, preallocated, and gone
+with the process, however that ends. All processes of a sweep on several devices share the file and have the same
+regions: whichever has a member's next turn reads what another one parked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Entry:
 
 
 class StoredAt(NamedTuple):
-    """A StoredPiece, as other processes can read it."""
+    """A StoredPiece in a form that other processes can use."""
 
     device: int
     offset: int
@@ -59,12 +59,12 @@ class StoredAt(NamedTuple):
 class ParkedPiece:
     stored: tuple[StoredAt, ...]
     nbytes: int
-    """Without the padding of its last block."""
+    """Bytes of the tensors, without the padding of the last block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Where a member's tensors are. Holds for every process that shares the file."""
+    """Where a member's tensors are. Valid in every process that shares the file."""
 
     member: str
     entries: tuple[Entry, ...]
@@ -72,7 +72,7 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """Whole blocks."""
+        """Bytes in the file, in whole blocks."""
         return sum(round_up(piece.nbytes) for piece in self.pieces)
 
     @property
@@ -81,14 +81,14 @@ class Parked:
 
 
 class Parking:
-    """The place of all parked members of a sweep. Opened by the first that parks.
+    """The place of all parked members of a sweep. The first use opens it.
 
-    `descriptors`: of its files, one a volume, where another process has made them (`shared_files`).
+    `descriptors`: of its files, one per volume, if another process has made them (`shared_files`).
     """
 
     def __init__(self, job: JobFile, plan: MemoryPlan, descriptors: Sequence[int] = ()) -> None:
         self.held_bytes = 0
-        """Of members parked now."""
+        """Bytes of the members that are parked now."""
         self._peak_bytes = 0
         self._directories = [Path(directory) for directory in job.spill_directories]
         self._sizes, self._nbytes = region_bytes(plan), slab_bytes(plan)
@@ -105,8 +105,8 @@ class Parking:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def park(self, member: str, tensors: Iterable[tuple[str, Tensor]]) -> Parked:
-        """Write all, in the place of what the member had parked before. Raises SpillIOError or SpillVolumeFull; then it
-        has nothing parked."""
+        """Writes all tensors, over what the member had parked before. Raises SpillIOError or SpillVolumeFull; then the
+        member has nothing parked."""
         slab, entries, pieces, filled = self._opened(), list[Entry](), list[ParkedPiece](), 0
         start = 0
 
@@ -132,7 +132,8 @@ class Parking:
         return parked
 
     def tensors(self, parked: Parked) -> Iterator[tuple[str, Tensor]]:
-        """As they were given to `park`. Raises SpillIOError for bytes that are not what was written."""
+        """Yields the tensors as they were given to `park`. Raises SpillIOError for bytes that are not what was
+        written."""
         slab, pieces, start, end = self._opened(), iter(parked.pieces), 0, 0
         for entry in parked.entries:
             found = torch.empty(entry.nbytes, dtype=torch.uint8)
@@ -150,17 +151,17 @@ class Parking:
             yield entry.name, found.view(entry.dtype).view(entry.shape)
 
     def leave(self, parked: Parked) -> None:
-        """Its member needs it no longer."""
+        """Called when the member no longer needs what it has parked."""
         self.held_bytes -= parked.nbytes
 
     def take_peak_bytes(self) -> int:
-        """The most that was held since the last call."""
+        """The most bytes held since the last call."""
         peak, self._peak_bytes = max(self._peak_bytes, self.held_bytes), self.held_bytes
         return peak
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, no other process of the sweep is inside."""
+        """Excludes the other processes of the sweep: only one of them is inside at a time."""
         descriptors = self._descriptors[:1]
         for descriptor in descriptors:
             fcntl.lockf(descriptor, fcntl.LOCK_EX)
@@ -171,7 +172,7 @@ class Parking:
                 fcntl.lockf(descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file, and with it all that is parked. Idempotent."""
         self.held_bytes = 0
         if self._slab is not None:
             self._slab.close()
@@ -204,19 +205,19 @@ def label_of(member: str) -> str:
 
 
 def region_bytes(plan: MemoryPlan) -> dict[str, int]:
-    """Of each member, in their order: what it parks, with half of the file's slack; the rest is for stripes that are
-    not even."""
+    """Size of each member's region, in the order of members: what it parks, with half of the file's slack. The rest of
+    the slack is for uneven stripes."""
     extra = SLAB_EXTRA_BYTES // (2 * len(plan.members))
     return {one.name: round_up(int(one.parked_bytes * (1.0 + SLAB_SLACK) / 2.0) + extra) for one in plan.members}
 
 
 def slab_bytes(plan: MemoryPlan) -> int:
-    """Of all volumes' files."""
+    """Size of the files of all volumes together."""
     return int(sum(one.parked_bytes for one in plan.members) * SLAB_SLACK) + SLAB_EXTRA_BYTES
 
 
 def shared_files(job: JobFile, plan: MemoryPlan) -> list[SpillFile]:
-    """The files of a `Parking` that several processes share, one a volume. Raises as SpillFile does."""
+    """Creates the files of a `Parking` that several processes share, one per volume. Raises as SpillFile does."""
     with ExitStack() as made:
         files, size = list[SpillFile](), file_bytes(slab_bytes(plan), len(job.spill_directories))
         for directory in job.spill_directories:
@@ -227,7 +228,7 @@ def shared_files(job: JobFile, plan: MemoryPlan) -> list[SpillFile]:
 
 
 def _adopting(descriptors: Iterator[int]) -> OpenFile:
-    """Opens no file, but takes the next of these."""
+    """An OpenFile that opens no file, but takes the next of `descriptors`."""
 
     def opened(directory: Path, nbytes: int, *, num_threads: int) -> SpillFile:
         return SpillFile(directory, nbytes, num_threads=num_threads, descriptor=next(descriptors))

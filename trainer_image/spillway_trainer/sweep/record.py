@@ -1,9 +1,9 @@
 """SweepRecord: values and failures of members, stored next to their checkpoints.
 
-A value is on the disk before the checkpoint of its step is: whatever ends the process, rounds of halving are decided
-again from the same values. Each attempt writes a file of its own, `sweep-E.json`, with all that is known of the metric
-that it compares by; a reader takes the union of those of its own metric, so a superseded attempt that still writes
-takes nothing away, and a loss is never compared with an evaluation loss.
+A value is on disk before the checkpoint of its step, so however the process ends, rounds of halving are decided again
+from the same values. Each attempt writes its own file, `sweep-E.json`, with every known value of the metric that it
+compares by. A reader takes the union of the files of its own metric, so a superseded attempt that still writes takes
+nothing away, and a loss is never compared with an evaluation loss.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _NAME = re.compile(r"sweep-([0-9]+)\.json")
 
 
 class SweepNotWritten(UserError):
-    """The disk refused what members reported: a round must not be decided by what a crash can take back."""
+    """The disk refused the values that members reported. A round must not be decided by values that a crash can take
+    back."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberFailure:
-    """How a member ended alone."""
+    """How a member ended, without ending the others."""
 
     step: int
     exit_code: int
@@ -39,20 +40,20 @@ class MemberFailure:
 
 @dataclass(slots=True)
 class SweepRecord:
-    """`directory`: the sweep's checkpoints. `epoch`: this attempt's, which alone is written. `metric`: of the
-    objective, EvaluationLoss or Loss."""
+    """What members reported, and who failed. `directory`: the sweep's checkpoints. `epoch`: this attempt's; only its
+    file is written. `metric`: of the objective, EvaluationLoss or Loss."""
 
     directory: Path
     epoch: int
     metric: str
     values: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Of the metric, by member and step."""
+    """Values of the metric, by member and step."""
     failures: dict[str, MemberFailure] = field(default_factory=dict)
 
     @staticmethod
     def read(directory: Path, epoch: int, metric: str) -> SweepRecord:
-        """What earlier attempts left: values of this metric, and who failed. One that is damaged is left out: its
-        members report again what they trained after their checkpoints, and all else a later one has, too."""
+        """What earlier attempts left: values of this metric, and who failed. A damaged file is left out: members report
+        again what they train after their checkpoints, and a later file has the rest."""
         found = SweepRecord(directory, epoch, metric)
         for path in sorted(directory.glob("sweep-*.json"), key=_epoch_of) if directory.is_dir() else ():
             try:
@@ -62,11 +63,11 @@ class SweepRecord:
         return found
 
     def of(self, names: Collection[str]) -> list[Value]:
-        """In the order in which members report."""
+        """The values of the members `names`; those of a member in the order of its steps."""
         return [Value(name, step, value) for (name, step), value in sorted(self.values.items()) if name in names]
 
     def write(self) -> None:
-        """Raises SweepNotWritten when the disk refuses."""
+        """Writes this attempt's file durably. Raises SweepNotWritten if the disk refuses."""
         files, path = DurableFiles(), self.directory / f"sweep-{self.epoch}.json"
         temporary = path.with_name(f"{path.name}.tmp")
         content = seal(

@@ -47,50 +47,51 @@ class SweepRecorder(Recorder):
 
     @property
     def members(self) -> tuple[MemberProgress, ...]:
-        """How far each one is, in the order of the list."""
+        """The progress of each member, in the order of the list."""
         return tuple(self._rows.values())
 
     def show_sweep(self, *sinks: SweepSink) -> None:
-        """Adds `sinks` for every change of a member, and every step of any, from now on."""
+        """Shows every change of a member, and every step of any, to `sinks` from now on."""
         self._sweep_sinks = sinks
         self._tell()
 
     def known(self, values: Iterable[Value]) -> None:
-        """What members reported in earlier attempts, in order: their rows say it until they report again."""
+        """Takes what members reported in earlier attempts, in order: their rows show it until they report again."""
         for one in values:
             if one.member in self._rows:
                 self._change(one.member, {"step": one.step, "objective": finite(one.value)})
 
     def sink(self, member: str) -> Sink:
-        """What the member's own Recorder shows its steps, evaluations and checkpoints to."""
+        """The sink to which the member's own Recorder shows its steps, evaluations and checkpoints."""
         return _MemberSink(self, member)
 
     def sweep(self, epoch: int) -> None:
-        """The attempt `epoch` begins: who takes turns, and what compares them."""
+        """Records that the attempt `epoch` begins: its members, and the objective that compares them."""
         members = [{"name": one.name, "num_steps": one.num_steps} for one in self.members]
         objective = self._objective.model_dump(mode="json", by_alias=True)
         self._write("sweep", {"epoch": epoch, "isa": native.isa(), "members": members, "objective": objective})
 
     def member_started(self, member: str, step: int, device: int = 0) -> None:
-        """Its turn begins after `step`, on this device of the sweep's."""
+        """Records that the member's turn begins after `step`, on this device of the sweep."""
         self._enter(member, MemberState.RUNNING, step, device=device)
 
     def member_parked(self, member: str, step: int) -> None:
-        """Its turn ended: it waits for the next one, or at a round for the other members."""
+        """Records that the member's turn ended: it waits for the next one, or at a round for the other members."""
         self._enter(member, MemberState.PARKED, step)
 
     def member_stopped(self, stop: Stop) -> None:
         self._enter(stop.member, MemberState.STOPPED, stop.step, stop.reason)
 
     def member_failed(self, member: str, step: int, reason: str) -> None:
-        """It ended alone; `reason`: one sentence, with its exit code's name."""
+        """Records that the member ended without ending the others. `reason`: one sentence, with its exit code's
+        name."""
         self._enter(member, MemberState.FAILED, step, reason)
 
     def member_completed(self, member: str, step: int) -> None:
         self._enter(member, MemberState.COMPLETE, step)
 
     def best(self, member: str) -> None:
-        """The best so far; written when it is another one than before."""
+        """Records the best member so far, if it is another one than before."""
         if member == self._best:
             return
         self._best = member
@@ -157,7 +158,7 @@ class _MemberSink:
 
 
 LARGEST_LOSS = 1e30
-"""Of a report."""
+"""The largest loss that a report shows."""
 
 
 def finite(value: float) -> float | None:

@@ -1,10 +1,11 @@
 """A frozen base model shared by several members: loaded once for all of them.
 
     base = tiers of all + homes and slots (or memory on the device) of the frozen parameters
-    each model = the base's own Parameter objects in the place of its frozen ones; adapters, gradients and states
+    each model = the base's own Parameter objects in place of its frozen ones; its own adapters, gradients and states
 
-A slot that is filled, bound or emptied is so for every model, because they have one Parameter object; what is trained
-stays on the device and is no part of a segment's way. Frozen parameters never change, so no update invalidates a slot.
+A slot that is filled, bound or emptied is so for every model, because all have the same Parameter objects. Trained
+parameters stay on the device and do not pass through slots. Frozen parameters never change, so no update invalidates a
+slot.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from ..run_job import survived
 
 @contextmanager
 def shared_base(job: JobFile, plan: MemoryPlan, model: Chain, device: torch.device) -> Iterator[Base]:
-    """The base of `model`, which has no memory yet, with its values. `plan`: its bytes are those of all models that
-    will be attached, on `device`. Raises as `assemble` does, and UserError for values that cannot be read."""
+    """The base of `model`, which has no memory yet, with its values loaded. `plan`: its bytes on `device` are those of
+    all models that will be attached. Raises as `assemble` does, and UserError for values that cannot be read."""
     tiers = make_tiers(job, plan, device)
     try:
         streaming = model_spill.build(
@@ -51,7 +52,7 @@ def shared_base(job: JobFile, plan: MemoryPlan, model: Chain, device: torch.devi
 
 
 def load(base: Base, model: Chain, seed: int) -> None:
-    """The values of all frozen parameters: the one time that they are read."""
+    """Loads the values of all frozen parameters; they are read only this once."""
     for name, value in model.initial_values(seed):
         parameter = base.frozen.get(name)
         if parameter is None:
@@ -63,13 +64,13 @@ def load(base: Base, model: Chain, seed: int) -> None:
 
 
 def assemble_on(base: Base, job: JobFile, plan: MemoryPlan, model: Chain) -> Assembly:
-    """As `assemble`, of one more model on `base`. Raises UserError when that is not its base."""
+    """Like `assemble`, for one more model on `base`. Raises UserError if that is not the model's base."""
     adopt(base, model)
     return assemble(job, plan, model, ONE_RANK, base.tiers.device, base)
 
 
 def adopt(base: Base, model: Chain) -> None:
-    """Put the base's parameters in the place of the model's frozen ones."""
+    """Replaces the model's frozen parameters by the base's. Raises UserError if they do not match."""
     own = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
     of_base = {name: (parameter.shape, parameter.dtype) for name, parameter in base.frozen.items()}
     of_model = {name: (parameter.shape, parameter.dtype) for name, parameter in own.items()}

@@ -2,9 +2,10 @@
 
     segment 0: run A, run B, ... | segment 1: A, B, ... | ... | backward of segment 0: A, B, ... | updates of A, B, ...
 
-What they share (a frozen base) is loaded once for all of them. Whoever runs one model after the other in one step gives
-no place to go on in between: then whole steps take turns. Every run has what it has alone: its own random state, step,
-gradients and update; so none sees that there are others. One that fails ends without them.
+What the runs share (a frozen base) is loaded once for all of them. An order that runs the whole model for one
+micro-batch after the other (trainer.in_order) has no place between segments where another run could continue: then the
+runs take turns by whole steps. Every run has its own random state, step, gradients and update, as it has alone, so the
+others do not affect it. A run that fails does not end the others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Trainee:
     until: int
     """The step up to which it trains."""
     random_state: Tensor
-    """torch's, as in a run of its own."""
+    """torch's random state, as if the run were alone."""
     failed: bool = False
 
     @property
@@ -48,17 +49,18 @@ class Trainee:
 
 
 Alone = Callable[[Trainee], AbstractContextManager[None]]
-"""Context of a trainee's work: keeps an error that ends only this one, and sets `failed`."""
+"""Context around a trainee's work: catches an error that ends only this trainee, and sets `failed`."""
 
 
 def advance_together(trainees: Sequence[Trainee], stop: StopRequest, alone: Alone) -> None:
-    """Train each to its step. Raises Preempted after a committed checkpoint of each, and what ends all of them."""
+    """Trains each to its step. Raises Preempted after each has committed a checkpoint, and any error that ends all of
+    them."""
     while training := [one for one in trainees if one.trains]:
         take_round(training, stop, alone)
 
 
 def take_round(training: Sequence[Trainee], stop: StopRequest, alone: Alone) -> None:
-    """A step of each."""
+    """Runs one step of each."""
     steps = [(one, StepOnItsWay(one.run, one.settings, one.progress)) for one in training]
     for one, step in steps:
         with alone(one), one.at_its_own(), step.counted():
@@ -81,10 +83,10 @@ def take_round(training: Sequence[Trainee], stop: StopRequest, alone: Alone) -> 
 
 
 def goes_on(one: Trainee, step: StepOnItsWay, alone: Alone) -> bool:
-    """Through one more segment; False: all of its micro-batches have passed, or it failed."""
+    """Runs one more segment of the step. False if all its micro-batches have passed, or the run failed."""
     more = False
     with alone(one), one.at_its_own(), step.counted():
         more = step.go_on()
     if one.failed:
-        gc.collect()  # what it had saved would outlive its segment, whose slot the others need
+        gc.collect()  # otherwise what it saved would outlive its segment, whose slot the others need
     return more

@@ -1,10 +1,9 @@
-"""Trains members on one device, a turn at a time: in the process of the sweep, or in one that the device has for itself
-(workers.py).
+"""Trains members on one device, a turn at a time: in the process of the sweep, or in the device's own (workers.py).
 
     turn = attach (model, assembly, states) -> train to a step -> park (states to NVMe) -> all of its memory is free
 
-Members on one frozen base share a turn, as many as the plan attaches together: the base is loaded once in it, and each
-of its segments is visited by all of them before the next (shared_base.py, together.py).
+Members on one frozen base share a turn, as many as the plan attaches together: the base is loaded once per turn, and
+all of them visit a segment before any visits the next (shared_base.py, together.py).
 """
 
 from __future__ import annotations
@@ -46,27 +45,29 @@ from .shared_base import assemble_on, shared_base
 from .together import Trainee, advance_together
 
 OWN_ENDS = (NonFinite, UserError, CheckpointCorrupt)
-"""Errors that end only this member. Memory and devices belong to all: a lack of them ends the attempt."""
+"""Errors that end only the member that meets them. Memory and devices belong to all: a lack of them ends the
+attempt."""
 EVERYONES = (CheckpointNotWritten, CorpusNotWritten, OutputNotWritten, SweepNotWritten)
-"""Of these, errors of a disk, which the other members would meet, too."""
+"""Those of `OWN_ENDS` that are errors of a disk, which the other members would meet, too."""
 
 
 class Witness(Protocol):
-    """Is told of members while they train."""
+    """Is told what happens to members while they train."""
 
     def sink(self, member: str) -> Sink:
-        """Of the member's steps, evaluations and checkpoints."""
+        """The sink of the member's steps, evaluations and checkpoints."""
 
     def reported(self, member: str, step: int, value: float) -> None:
-        """What the objective compares. Durable on return, which is before the checkpoint of that step."""
+        """Called with a value that the objective compares. The value is durable on return, before the checkpoint of
+        that step."""
 
     def failed(self, member: str, step: int, error: SpillwayError) -> None:
-        """It ends alone."""
+        """Called when `error` ends the member without ending the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a member trains on, opened in its first turn."""
+    """The data that a member trains on, opened in its first turn."""
 
     corpus: Corpus
     batches: TokenBatches
@@ -74,7 +75,7 @@ class Text:
 
 @dataclass(slots=True)
 class MemberStates:
-    """A member between two turns."""
+    """The states of a member between two turns."""
 
     parked: Parked
     scalars: dict[str, float]
@@ -87,9 +88,9 @@ class Carried(NamedTuple):
     epoch: Epoch
     loss_scale: LossScaler
     states: MemberStates | None = None
-    """None: it has had no turn, or needs no other."""
+    """None: it has had no turn yet, or needs no further one."""
     random_state: str | None = None
-    """At the end of its last turn."""
+    """torch's random state at the end of its last turn."""
     num_missed: int = 0
     """As Recorder.num_missed."""
 
@@ -110,7 +111,7 @@ class Member:
     """As in MemberPlan."""
     text: Text | None = None
     failed: bool = False
-    """It has ended alone."""
+    """Whether it has ended, without ending the others."""
 
     @property
     def progress(self) -> RunProgress:
@@ -130,7 +131,7 @@ def member_of(
     witness: Witness,
     num_cores: int,
 ) -> Member:
-    """`job`: the member's own. `plan` and `objective`: the sweep's. `num_cores`: that a device may use."""
+    """`job`: the member's own. `plan` and `objective`: the sweep's. `num_cores`: the cores that a device may use."""
     budget = {tier: min(planned.plan.budget[tier], plan.budget[tier]) for tier in Tier}
     own = with_usable_threads(planned.plan.model_copy(update={"budget": budget}), num_cores, 1)
     rounds = round_steps(objective.halving, job.spec.training.num_steps)
@@ -143,7 +144,7 @@ def member_of(
 
 @dataclass(slots=True)
 class _Reports:
-    """A sink of a member's own Recorder: what the objective compares goes to the witness."""
+    """A sink of a member's own Recorder: passes what the objective compares to the witness."""
 
     witness: Witness
     member: str
@@ -162,11 +163,11 @@ class _Reports:
             self.witness.reported(self.member, self.step_number, loss)
 
     def checkpoint(self, step: int) -> None:
-        """Nothing: it was durable before."""
+        """Nothing to do: the reported value was durable before."""
 
 
 class Device:
-    """What trains members on one device."""
+    """Trains members on one device."""
 
     def __init__(
         self, device: torch.device, parking: Parking, stop: StopRequest, witness: Witness, num_devices: int = 1
@@ -177,8 +178,8 @@ class Device:
         """Random state of a new process, in which a solo run builds its model."""
 
     def train(self, turn: Turn) -> None:
-        """Train each to its step, and park those that have further ones. Who ends alone has `failed`; whatever ends
-        all is raised."""
+        """Trains each to its step, and parks those with steps left. A member that ends alone gets `failed`; an error
+        that ends all is raised."""
         try:
             (first, until), *others = turn
             if first.base:
@@ -188,11 +189,11 @@ class Device:
                 with self._alone(first):
                     self._train(first, until)
         finally:
-            gc.collect()  # hooks and modules refer to one another: without it their memory would outlive the turn
+            gc.collect()  # hooks and modules refer to one another: uncollected, their memory would outlive the turn
 
     @contextmanager
     def _alone(self, *members: Member) -> Iterator[None]:
-        """Inside, what ends these members and no others ends them; all else ends the attempt."""
+        """Inside, an error that ends only these members fails them; any other error ends the attempt."""
         try:
             yield
         except OWN_ENDS as error:
@@ -205,7 +206,7 @@ class Device:
                     self._witness.failed(member.name, member.progress.step, error)
 
     def leave(self, member: Member) -> None:
-        """It needs what it has parked no longer."""
+        """Called when the member no longer needs what it has parked."""
         if member.carried.states is not None:
             self.parking.leave(member.carried.states.parked)
             member.carried = member.carried._replace(states=None)
@@ -220,7 +221,7 @@ class Device:
             self._end_turn(member, until, assembly)
 
     def _train_together(self, turn: Turn) -> None:
-        """Members on one base, which is there from the first of them on to the end of the turn."""
+        """Trains members on one base, which exists from the first member to the end of the turn."""
         models, random_states = dict[str, Chain](), dict[str, Tensor]()
         for member, _ in turn:
             with self._alone(member):
@@ -267,13 +268,13 @@ class Device:
         advance_together(list(trainees.values()), self._stop, alone)
 
     def _model(self, member: Member) -> Chain:
-        checkpoint.restore_random_state(self._fresh)  # the model may draw buffers
+        checkpoint.restore_random_state(self._fresh)  # the model may draw its buffers at random
         model = build_model(member.job.spec, member.job.claims)
         config.check_plan(member.job, member.plan, len(model.segments))
         return model
 
     def _attached(self, member: Member, text: Text, assembly: Assembly, base: Base | None = None) -> Run:
-        """The member with its states, ready to train on."""
+        """The member's run with its states, ready to continue training."""
         begins = member.carried.states is None and member.carried.epoch.resume.checkpoint is None
         start = start_of(member.job).checkpoint if begins else None
         checkpoints = RunCheckpoints(
@@ -282,7 +283,7 @@ class Device:
             base_is_there=base is not None,
         )  # fmt: skip
         self._attach(member, assembly, checkpoints)
-        # As in the plan, each device has its part of what all have parked.
+        # As in the plan, each device counts its part of what all members have parked.
         held, peak = (n // self._num_devices for n in (self.parking.held_bytes, self.parking.take_peak_bytes()))
         tiers = replace(assembly.tiers, parked_bytes=held, parked_peak_bytes=peak)
         checkpoints = replace(checkpoints, assembly=replace(assembly, tiers=tiers))
@@ -290,16 +291,18 @@ class Device:
 
     def _text(self, member: Member, model: Chain) -> Text:
         self._stop.at_once = True  # the build may take long, and there is nothing to save
-        with self.parking.alone():  # two devices must not build one corpus
+        with self.parking.alone():  # two devices must not build the same corpus
             corpus = prepared_corpus(member.job, model, ONE_RANK, member.recorder)
         batches = make_batches(member.job, corpus, model.objective)
-        say(member.recorder, batches.cut)
+        for line in batches.said:
+            say(member.recorder, line)
         say(member.recorder, batches.evaluated)
         check_device(self.device, model, config.hyperparameters(member.job.spec, model))
         return Text(corpus, batches)
 
     def _attach(self, member: Member, assembly: Assembly, checkpoints: RunCheckpoints) -> None:
-        """Its states: parked, from its checkpoint, or from the seed. And the random state that it left."""
+        """Loads the member's states: parked ones, or from its checkpoint, or from the seed. Also restores its random
+        state."""
         states, random_state = member.carried.states, member.carried.random_state
         if states is None:
             member.recorder.preparing(checkpoints.origin)

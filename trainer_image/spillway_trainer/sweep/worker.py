@@ -33,7 +33,7 @@ from .turn import Device, Member, Turn, member_of
 
 
 class SweepGone(Exception):
-    """The sweep's process has ended, or wants nothing more from this one."""
+    """The sweep's process has ended, or needs nothing more from this worker."""
 
 
 class RemoteSweep:
@@ -43,7 +43,7 @@ class RemoteSweep:
         self._connection, self._stop = connection, stop
 
     def send(self, message: object) -> None:
-        """Whole: a request to stop waits until it is sent."""
+        """Sends a whole message: a request to stop waits until it is sent."""
         at_once, self._stop.at_once = self._stop.at_once, False
         self._connection.send(message)
         self._stop.at_once = at_once
@@ -51,7 +51,7 @@ class RemoteSweep:
             raise Preempted("stopped on request before training resumed")
 
     def receive(self) -> Any:
-        """Raises SweepGone."""
+        """The next message of the sweep. Raises SweepGone."""
         try:
             return self._connection.recv()
         except (EOFError, OSError) as error:
@@ -84,7 +84,7 @@ class RemoteSink:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """A worker; `arguments`: the descriptor of its end of the connection."""
+    """Runs a worker. `arguments`: the descriptor of its end of the connection."""
     native.return_freed_memory()
     connection, stop = Connection(int(arguments[0])), StopRequest()
     sweep = RemoteSweep(connection, stop)
@@ -124,13 +124,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def cores_of(device: int, num_devices: int, cores: Collection[int]) -> set[int]:
-    """A CPU device's own part of `cores`; all of them where there are fewer than devices."""
+    """A CPU device's own part of `cores`; all of them if there are fewer cores than devices."""
     own = sorted(cores)[device * len(cores) // num_devices : (device + 1) * len(cores) // num_devices]
     return set(own if len(cores) >= num_devices else cores)
 
 
 def turns(start: Start, stop: StopRequest, sweep: RemoteSweep, parking: Parking, num_cores: int) -> Iterator[Turn]:
-    """Those that the sweep has for this device."""
+    """Yields the turns that the sweep has for this device."""
     members: dict[str, Member] = {}
     jobs = {one.name: one for one in start.job.spec.members}
     plans = {one.name: one for one in start.plan.members}

@@ -1,14 +1,14 @@
-"""The devices of a sweep, each of which trains a member at a time.
+"""The devices of a sweep, each of which trains one turn at a time.
 
     Sweep -> Here: the one device of this process
           -> Workers: a process for each device --(Start, TurnMessage)--> it trains --(what it did)--> Sweep
 
-A worker is a process of its own, started like a rank so that it dies with the sweep; they talk by pickled messages over
-a socket pair. It knows a member by what the member carries (turn.Carried): progress, epoch, where its states are
-parked. All workers share the files of parked states, so any of them takes any member's next turn.
+A worker is a process of its own, started like a rank so that it dies with the sweep; the two exchange pickled messages
+over a socket pair. A worker knows a member by what the member carries (turn.Carried): progress, epoch, where its states
+are parked. All workers share the files of parked states, so any of them can take any member's next turn.
 
-A member that ends alone costs the others nothing. Whatever else ends a worker ends the attempt, after the others have
-finished their step and committed their checkpoints.
+A member that ends alone does not disturb the others. Anything else that ends a worker ends the attempt, after the
+others have finished their step and committed their checkpoints.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from .parking import shared_files
 from .turn import Device, Member, Turn, Witness
 
 POLL_SECONDS = 0.5
-"""Until a request to stop is seen while all devices train."""
+"""Seconds until a request to stop is noticed while all devices train."""
 STOP_SECONDS = 120.0
-"""For a worker to finish its step and commit its checkpoint, when another one has ended the attempt."""
+"""Seconds for a worker to finish its step and commit its checkpoint, after another one has ended the attempt."""
 
 
 class Devices(Protocol):
-    """What a sweep trains on."""
+    """The devices that a sweep trains on."""
 
     def start(self, device: int, turn: Turn) -> None:
-        """Begin a turn on a device that has none."""
+        """Begins a turn on a device that has none."""
 
     def ended(self) -> list[int]:
-        """Wait until turns have ended, or a stop is requested; the devices that had them. Raises what ends the
-        attempt."""
+        """Waits until turns have ended, and returns the devices that had them. Raises Preempted if a stop is requested,
+        and whatever else ends the attempt."""
 
     def leave(self, member: Member) -> None:
-        """It will have no other turn."""
+        """Called when the member will have no further turn."""
 
     def __enter__(self) -> Self: ...
 
@@ -73,7 +73,7 @@ class Devices(Protocol):
 
 
 class Here:
-    """The device of this process."""
+    """The one device of this process, for a sweep without workers."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -97,7 +97,7 @@ class Here:
 
 
 class WorkerLost(Exception):
-    """A worker ended in a way that it could not tell."""
+    """A worker ended without being able to tell why."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Worker:
 
 
 class Workers:
-    """A process for each device."""
+    """The devices of a sweep, each with a process of its own."""
 
     def __init__(self, job: JobFile, plan: MemoryPlan, witness: Witness, stop: StopRequest) -> None:
         self._witness, self._stop, self._job, self._plan = witness, stop, job, plan
@@ -129,7 +129,7 @@ class Workers:
         except BaseException:
             self._end_all(early=True)
             raise
-        self._stop.wait_for_step()  # from now on a request is passed on
+        self._stop.wait_for_step()  # from now on a request to stop is passed on
         return self
 
     def __exit__(
@@ -138,7 +138,7 @@ class Workers:
         self._end_all(early=kind is not None)
 
     def _end_all(self, *, early: bool) -> None:
-        """Those that train finish their step and commit their checkpoints first."""
+        """Ends all workers. Those in a turn finish their step and commit their checkpoints first."""
         self._stop.at_once = False
         for worker in self._workers:
             if early and worker.process.poll() is None:
@@ -201,11 +201,11 @@ class Workers:
             self._raise_end_of(worker)
 
     def _has_ended_its_turn(self, worker: Worker) -> bool:
-        """Takes one message."""
+        """Takes one message from the worker; returns whether its turn has ended."""
         message = self._receive(worker)
         try:
             return self._take(worker, message)
-        except OSError:  # it is gone before its answer
+        except OSError:  # it ended before it got its answer
             self._raise_end_of(worker)
 
     def _receive(self, worker: Worker) -> object:
@@ -218,7 +218,7 @@ class Workers:
         return message
 
     def _take(self, worker: Worker, message: object) -> bool:
-        """Whether its turn has ended."""
+        """Handles a message of the worker; returns whether its turn has ended."""
         match message:
             case Stepped(member, metrics):
                 self._members[member].progress.step = metrics.step
@@ -231,7 +231,7 @@ class Workers:
                 try:
                     self._witness.reported(member, step, value)
                 except SpillwayError:
-                    worker.connection.close()  # else it waits for the answer
+                    worker.connection.close()  # otherwise it would wait for the answer
                     raise
                 worker.connection.send(None)
             case Failed(member, step, ending):
@@ -245,8 +245,8 @@ class Workers:
         return False
 
     def _raise_end_of(self, worker: Worker) -> NoReturn:
-        """It is gone without a word. What the kernel killed is told as if this process had been: whoever started it
-        knows what that means."""
+        """Raises the error of a worker that ended without a message. If the kernel killed the worker, this process
+        kills itself the same way: whoever started it knows what that means."""
         code, device = worker.process.wait(), self._workers.index(worker)
         if self._stop.requested or code == -signal.SIGTERM:
             raise Preempted("stopped on request before training resumed")
@@ -259,8 +259,8 @@ class Workers:
         )
 
     def _take_rest(self) -> None:
-        """What the workers still have to say, so that all they trained is on record. A stop that was asked for has no
-        time limit of ours."""
+        """Handles the messages that workers still send, so that everything they trained is on record. Has no time limit
+        of its own if a stop was requested."""
         left = {worker.connection: worker for worker in self._workers if not worker.connection.closed}
         while left and (ready := wait([*left], None if self._stop.requested else STOP_SECONDS)):
             for connection in ready:
@@ -281,7 +281,7 @@ def error_of(ending: Ending) -> SpillwayError:
 
 
 def raise_ending(ending: Ending) -> NoReturn:
-    """As an error with this ending."""
+    """Raises an error with this ending."""
     if ending.reason == RANK_CRASHED:
         raise WorkerLost(ending.message)
     raise error_of(ending)

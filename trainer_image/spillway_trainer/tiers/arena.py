@@ -14,29 +14,31 @@ from spillway.plan import Tier
 from .device_ledger import DeviceLedger
 from .lanes import Buffer, Event, Lanes, Region
 
-ALIGNMENT_BYTES = 64
-"""torch's own: parts of one piece of memory start on a cache line, so that kernels take the same path."""
+TORCH_ALIGNMENT_BYTES = 64
+"""The alignment of torch's own allocator. Memory that stands in for a tensor's own has it, too, because a kernel may
+take another path for less, and give other bits."""
 
 
 def padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-nbytes // TORCH_ALIGNMENT_BYTES) * TORCH_ALIGNMENT_BYTES
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """A flat contiguous tensor as uint8, sharing its memory."""
+    """Returns a uint8 view of a flat contiguous tensor."""
     return flat.view(torch.uint8)
 
 
 @dataclass(slots=True)
 class RingSlot:
-    """One buffer of a ring. Whoever writes it next runs after `free`."""
+    """One buffer of a ring. Its next writer must run after the events in `free`."""
 
     buffer: Buffer
     free: tuple[Event, ...] = ()
 
 
 class Ring:
-    """Equal buffers taken in turn. Bounded: the writer of a slot waits, by events, for its last reader."""
+    """Buffers of equal size, taken in turn. The number is bounded: the writer of a slot waits, by events, for its last
+    reader."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._slots = [RingSlot(buffer) for buffer in buffers]
@@ -52,7 +54,7 @@ class Ring:
 
 
 class MemorySlice(Region):
-    """A part of memory that something else holds: `tensor` is uint8."""
+    """A region whose memory belongs to a larger piece; `tensor` is uint8."""
 
     __slots__ = ("tensor",)
 
@@ -64,8 +66,8 @@ class MemorySlice(Region):
 class Arena:
     """Memory taken before the first step and held until the lanes close.
 
-    What copies touch (host memory, slots) is acquired from the lanes. What only the compute lane touches (resident
-    states, device accumulators) is plain device memory, charged to the ledger by its purpose.
+    Memory that copies read or write (host memory, slots) is acquired from the lanes. Memory that only the compute lane
+    uses (resident states, device accumulators) is plain device memory, charged to the ledger under its purpose.
     """
 
     def __init__(self, lanes: Lanes, ledger: DeviceLedger, device: torch.device) -> None:
@@ -73,7 +75,7 @@ class Arena:
         self._held: Counter[Tier] = Counter()
 
     def parts(self, tier: Tier, sizes_bytes: Sequence[int], purpose: str) -> list[MemorySlice]:
-        """Consecutive parts of one piece of memory, each a region of its own; sizes are multiples of 64."""
+        """Returns consecutive parts of one piece of memory, each a region of its own; sizes are multiples of 64."""
         nbytes = sum(sizes_bytes)
         if not nbytes:
             return []
@@ -84,7 +86,7 @@ class Arena:
         ]
 
     def ring(self, tier: Tier, num_slots: int, nbytes: int, label: str) -> Ring:
-        """`num_slots` buffers of `nbytes` each."""
+        """Returns a ring of `num_slots` buffers of `nbytes` each."""
         self._held[tier] += num_slots * nbytes
         return Ring([self._lanes.acquire(tier, nbytes, f"{label} {index}") for index in range(num_slots)])
 

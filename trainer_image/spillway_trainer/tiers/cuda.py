@@ -18,13 +18,13 @@ from .cuda_lanes import DeviceEvent, Stream
 from .host_slab import HostSlab
 
 PAGE_BYTES = 20 * MIB
-"""Unit in which torch's allocator takes device memory for blocks above 1 MiB."""
+"""The unit in which torch's allocator takes device memory for blocks above 1 MiB."""
 SMALL_BLOCKS_BYTES = 32 * MIB
-"""For smaller blocks: it takes 2 MiB at once for them, per stream."""
+"""Reserved for smaller blocks, for which the allocator takes 2 MiB at a time, per stream."""
 
 
 def device_of(local_rank: int) -> torch.device:
-    """The device of a rank. Raises UserError where there is none."""
+    """Returns the device of a rank. Raises UserError if there is none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
         raise UserError(
@@ -36,10 +36,10 @@ def device_of(local_rank: int) -> torch.device:
 
 
 def prepare(device: torch.device, budget_bytes: int) -> None:
-    """Before anything is allocated there: the process's device, kernels that give the same bits each time, and no more
-    memory than `budget_bytes`."""
+    """Prepares the process before anything is allocated on `device`: selects the device, selects kernels that give the
+    same bits each time, and limits memory to `budget_bytes`."""
     torch.cuda.set_device(device)
-    torch.set_deterministic_debug_mode("error")  # `use_deterministic_algorithms` imports a compiler: seconds
+    torch.set_deterministic_debug_mode("error")  # `use_deterministic_algorithms` imports a compiler (seconds)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # no bit of a run is read before it is written
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -51,23 +51,23 @@ def prepare(device: torch.device, budget_bytes: int) -> None:
 
 
 def reserve(device: torch.device, nbytes: int) -> None:
-    """Makes torch's allocator take so many bytes in one piece, from which steps allocate in any order. Before it grows
-    by a block it requests space for all of it, in addition to what it could extend. Raises OutOfMemoryError if others
-    have the memory."""
-    torch.cuda.empty_cache()  # of what was there before, such as memory of tied parameters
+    """Makes torch's allocator take `nbytes` in one piece, from which steps allocate in any order. (To grow for a block,
+    the allocator requires space for the whole block, even if it only has to extend free memory.) Raises
+    OutOfMemoryError if others use the memory."""
+    torch.cuda.empty_cache()  # drops earlier memory, such as that of tied parameters
     pages = (nbytes - torch.cuda.memory_reserved(device) - SMALL_BLOCKS_BYTES) // PAGE_BYTES
     if pages > 0:
         torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device=device)
 
 
 def bus_address(index: int) -> str:
-    """Of a device on the PCI bus, as sysfs writes it."""
+    """Returns the PCI bus address of a device, in the notation of sysfs."""
     found: Any = torch.cuda.get_device_properties(index)
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """What dropout draws from there."""
+    """Returns the random generator that dropout uses on `device`."""
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -75,21 +75,22 @@ def generator(device: torch.device) -> torch.Generator:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that torch's allocator had of the device since the last call, between tensors, too."""
+    """Returns the most device memory that torch's allocator reserved since the last call, including gaps between
+    tensors."""
     found = torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     return found
 
 
 def allocator_retries(device: torch.device) -> int:
-    """How often it gave back what it kept and tried again, since the last call."""
+    """Returns how often torch's allocator freed its cached memory and tried again, since the last call."""
     found = int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
     torch.cuda.reset_accumulated_memory_stats(device)
     return found
 
 
 class PooledEvent:
-    """A mark in a stream; torch's event is reused once the mark is unreferenced."""
+    """A position in a stream; its torch event is reused once the object is unreferenced."""
 
     __slots__ = ("_pool", "event")
 
@@ -98,7 +99,7 @@ class PooledEvent:
         try:
             self.event = pool.pop()
         except IndexError:
-            # Blocking: a host thread that waits for it sleeps.
+            # Blocking, so that a host thread that waits for it sleeps.
             self.event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
 
     def __del__(self) -> None:
@@ -112,13 +113,13 @@ class PooledEvent:
 
 
 class CudaStreams:
-    """The Streams of a real device. The run's compute stream is the one that is current when this is made."""
+    """The Streams of a real device. The run's compute stream is the one that is current when this object is made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._compute = torch.cuda.current_stream(device)
         self._events: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
-        """Unused ones, by whether they are timed."""
+        """Unused events, by whether they are timed."""
 
     def compute(self) -> Stream:
         if torch._C._cuda_getCurrentRawStream(self.device.index) != self._compute.cuda_stream:
@@ -140,7 +141,7 @@ class CudaStreams:
         try:
             work()
         finally:
-            torch.cuda.set_stream(self._compute)  # the run's threads have no other
+            torch.cuda.set_stream(self._compute)  # the only one that the run's threads use
 
     def record(self, stream: torch.cuda.Stream, *, timed: bool = False) -> DeviceEvent:
         mark = PooledEvent(self._events[timed], timed=timed)
@@ -198,8 +199,8 @@ def synchronize() -> None:
 
 
 def seconds_of(steps: Sequence[Callable[[], object]]) -> list[float]:
-    """Of each on the current stream, from the end of the one before, by device events; the host meets the device once,
-    at the end."""
+    """Returns the seconds of each step on the current stream, measured by device events from the end of the step
+    before. The host waits for the device only once, at the end."""
     streams = CudaStreams(torch.device("cuda", torch.cuda.current_device()))
     marks = [streams.record(streams.compute(), timed=True)]
     for step in steps:
@@ -210,8 +211,9 @@ def seconds_of(steps: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def link_rates(device: torch.device, host: HostSlab, nbytes: int, num_rounds: int = 5) -> dict[str, float]:
-    """Bytes per second, medians by device events, of copies of `nbytes` between the device and `host`, which has twice
-    as many: up, down, both at once (bytes of both), and within the device (read and written)."""
+    """Measures copies of `nbytes` between the device and `host`, which has twice as many bytes. Returns bytes per
+    second (medians, by device events): up, down, both at once (bytes of both), and within the device (read and
+    written)."""
     streams = CudaStreams(device)
     streams.pin(host.memory)
     sent, received = (host.allocate(nbytes, label) for label in ("sent", "received"))

@@ -1,16 +1,18 @@
 """CudaLanes: copies and device updates on streams, CPU work and disk transfers on threads, ordered by events both ways.
 
     compute      what the host launches itself: the current stream, forward and backward
-    streams      one each for h2d, d2h and what is submitted to lane compute, so that an update runs beside a forward
+    streams      one each for h2d, d2h, network (exchanges between devices) and operations submitted to lane compute, so
+                 that an update runs beside a forward
     workers      one thread each for cpu, nvme_read and nvme_write (CpuLanes)
 
-A stream gets an operation when its predecessors that are host work are done and the others are in their streams, for
-which it then waits by their events. What is so when it is submitted is launched at once, by who submits it. All else is
-launched by one *launcher*, in the order in which it becomes so: what waits for a CPU's update or a disk holds nothing
-behind it. Each stream has a *watcher*, which waits for each operation's event. Only then is the operation complete for
-the host: what it holds (its work's tensors, its regions) is let go, releases are swept, errors that came late are kept
-for whoever waits. So nothing needs `record_stream`. As in CpuLanes it cannot deadlock: of all queued operations the one
-submitted first waits for none of the others.
+A stream is given an operation once its predecessors that are host work are done and its other predecessors are in their
+streams; the stream then waits for these by their events. An operation for which that is so when it is submitted is
+launched at once, by the submitting thread. All others are launched by one *launcher*, in the order in which they become
+ready, so one that waits for a CPU update or a disk delays no other. Each stream has a *watcher*, which waits for each
+operation's event. Only then is the operation complete for the host: its references (the tensors of its work, its
+regions) are dropped, releases are swept, and late errors are kept for whoever waits. So `record_stream` is never
+needed. As in CpuLanes, no deadlock is possible: of all queued operations the one submitted first waits for none of the
+others.
 """
 
 from __future__ import annotations
@@ -45,58 +47,62 @@ from .lanes import (
 )
 from .releases import obtain
 
-STREAM_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
+STREAM_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.NETWORK)
 
 Stream = Any
-"""Made by a Streams; the lanes only pass it back."""
+"""A stream made by a Streams; the lanes only pass it back."""
 
 
 class DeviceEvent(Protocol):
-    """A mark in a stream."""
+    """A position in a stream."""
 
     def query(self) -> bool:
         """Whether the stream has reached it. Raises the device's error."""
 
     def synchronize(self) -> None:
-        """Block the host until the stream has reached it. Raises the device's error."""
+        """Blocks the host until the stream has reached it. Raises the device's error."""
 
 
 class Streams(Protocol):
-    """What the lanes need of one device; cuda.CudaStreams has it, and in tests a fake that records the order."""
+    """The operations that the lanes need from one device: implemented by cuda.CudaStreams and by a fake in tests, which
+    records the order."""
 
     def compute(self) -> Stream:
-        """The stream on which the caller's kernels go: one for the whole run. Raises RuntimeError on any other."""
+        """Returns the stream that the caller's kernels use, the same one for the whole run. Raises RuntimeError on any
+        other stream."""
 
     def enter_thread(self) -> None:
-        """Called first in each thread of the lanes: it works on this device, and makes no context on another."""
+        """Called first in each thread of the lanes, so that the thread uses this device and creates no context on
+        another."""
 
     def make(self, label: str) -> Stream:
-        """A stream of its own."""
+        """Returns a new stream."""
 
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Call `work`, whose copies and kernels go to `stream`."""
+        """Calls `work` so that its copies and kernels go to `stream`."""
 
     def record(self, stream: Stream, *, timed: bool = False) -> DeviceEvent:
-        """An event that is complete when `stream` has done all it was given until now; `timed`: for seconds_between."""
+        """Returns an event that is complete when `stream` has done all it was given until now; `timed`: usable in
+        seconds_between."""
 
     def wait(self, stream: Stream, event: DeviceEvent) -> None:
-        """Whatever `stream` is given from now on runs after `event`; the host continues."""
+        """Makes everything that `stream` is given from now on run after `event`; the host does not wait."""
 
     def seconds_between(self, first: DeviceEvent, second: DeviceEvent) -> float:
-        """On the device; both are timed and complete."""
+        """Returns the seconds between two events on the device; both are timed and complete."""
 
     def allocate(self, nbytes: int) -> Tensor | None:
-        """uint8 memory of the device, in order with the compute stream; None: there is not enough."""
+        """Returns uint8 device memory, ordered with the compute stream; None if there is not enough."""
 
     def pin(self, memory: Tensor) -> None:
-        """Register host memory, so that copies from and to it need no staging. Raises HostOutOfMemory."""
+        """Registers host memory, so that copies from and to it need no staging. Raises HostOutOfMemory."""
 
     def unpin(self, memory: Tensor) -> None:
-        """Undo `pin`."""
+        """Undoes `pin`."""
 
 
 class Mark:
-    """How far the compute stream was."""
+    """The position of the compute stream when the mark was made."""
 
     __slots__ = ("event",)
 
@@ -112,8 +118,8 @@ class Mark:
 
 
 class DeviceBuffer(Buffer):
-    """Device memory of the lanes. The allocator hands it out in order with the compute stream, which may still use what
-    lay there before: other streams run after `born`."""
+    """Device memory of the lanes. The allocator orders reuse only with the compute stream, which may still use the
+    memory's previous contents; so other streams may use it only after `born`."""
 
     __slots__ = ("born",)
 
@@ -133,16 +139,17 @@ class StreamOperation(Operation):
         super().__init__(work, after, label)
         self.lane = lane
         self.regions = regions
-        """Held until it is complete, like its work."""
+        """Referenced until the operation is complete, like its work."""
         self.is_launched = False
-        """It is in its stream, or failed before."""
+        """Whether it is in its stream, or failed before."""
         self._launching: threading.Event | None = None
         self.begin: DeviceEvent | None = None
         self.end: DeviceEvent | None = None
-        """None: it has not come so far as to use the stream"""
+        """None if it has not used the stream."""
 
     def blocker(self) -> StreamOperation | QueuedOperation | None:
-        """A predecessor that is host work and not done, or not in its stream yet: this may be in none before."""
+        """Returns a predecessor because of which this operation cannot enter its stream yet: one that is host work and
+        not done, or one that is not in its own stream yet. None if there is none."""
         for event in self._after:
             if isinstance(event, StreamOperation):
                 if not event.is_launched:
@@ -152,14 +159,14 @@ class StreamOperation(Operation):
         return None
 
     def first_of(self, awaited: Mapping[Operation, object]) -> StreamOperation | QueuedOperation | None:
-        """Its first predecessor that is in `awaited`."""
+        """Returns its first predecessor that is in `awaited`, or None."""
         for event in self._after:
             if isinstance(event, StreamOperation | QueuedOperation) and event in awaited:
                 return event
         return None
 
     def put_off(self) -> None:
-        """It will be launched by another thread."""
+        """Prepares for the launch by another thread."""
         self._launching = threading.Event()
 
     def wait_for_launch(self) -> None:
@@ -167,7 +174,7 @@ class StreamOperation(Operation):
             self._launching.wait()
 
     def launch(self, streams: Streams, stream: Stream) -> None:
-        """Put it into `stream`, behind its predecessors. One whose predecessor failed fails with the same error."""
+        """Puts it into `stream`, after its predecessors. If a predecessor failed, it fails with the same error."""
         assert self._work is not None
         try:
             for event in self._after:
@@ -180,7 +187,7 @@ class StreamOperation(Operation):
         except BaseException as error:
             self.fail(error)
         try:
-            if self.begin is not None:  # also after an error: what was launched before it still uses the memory
+            if self.begin is not None:  # also after an error: kernels that were launched before it still use the memory
                 self.end = streams.record(stream, timed=True)
         except BaseException as error:
             self.fail(error)
@@ -194,7 +201,7 @@ class StreamOperation(Operation):
         self.raise_error()
 
     def complete(self) -> None:
-        """Wait for the stream, then let go of all that it held. Several threads may."""
+        """Waits for the stream, then drops everything that the operation referred to. Several threads may call it."""
         try:
             if self.begin is not None and self.end is not None:
                 self.end.synchronize()
@@ -206,13 +213,13 @@ class StreamOperation(Operation):
 
 
 _LETTING_GO = threading.RLock()
-"""Guarantees that nothing of an operation is left for whoever has waited for it, even if another thread let go of
-it."""
+"""Held while an operation drops its references. So after a wait for an operation none of them is left, even if another
+thread dropped them."""
 
 
 def order(streams: Streams, stream: Stream, event: Event) -> None:
-    """What `stream` is given next runs after `event`. Blocks the host until host work is done, and until an operation
-    of another stream is in that stream. Raises the event's error, where it is known by now."""
+    """Makes everything that `stream` is given next run after `event`. Blocks the host until host work is done, or until
+    an operation of another stream is in that stream. Raises the event's error if it is known by now."""
     if isinstance(event, StreamOperation):
         event.wait_for_launch()
         event.raise_error()
@@ -234,19 +241,19 @@ class CudaLanes(CpuLanes):
         self._streams = streams
         self._compute = streams.compute()
         self._own_threads: set[int] = set()
-        """By threading.get_ident(); including threads of host lanes and launching threads."""
+        """Threads by threading.get_ident(), including workers of host lanes and threads that are launching."""
         self._in_streams: dict[Lane, SimpleQueue[Any]] = {lane: SimpleQueue() for lane in STREAM_LANES}
-        """Launched, not known to be complete."""
+        """Operations that were launched and are not known to be complete."""
         self._lane_streams = {lane: streams.make(f"lane-{lane}") for lane in STREAM_LANES}
         self._launching = {lane: threading.Lock() for lane in STREAM_LANES}
-        """Between an operation's first event and its last a stream gets nothing else."""
+        """Held from an operation's first event to its last, so that its stream gets nothing else in between."""
         self._news: SimpleQueue[StreamOperation | QueuedOperation | None] = SimpleQueue()
         """For the launcher: operations to launch later, and completed ones that others waited for."""
         self._marks: SimpleQueue[Mark | None] = SimpleQueue()
-        """Marks that releases wait for: nothing else might ever check them."""
+        """Marks that releases wait for: without this queue nobody might ever check them."""
         self._stream_threads: list[threading.Thread] = []
         self._stalls: deque[tuple[DeviceEvent, DeviceEvent]] = deque()
-        """Around each wait of the compute stream."""
+        """Events before and after each wait of the compute stream."""
         self._device_stalled_seconds = 0.0
         streams.pin(host.memory)
         self._pinned: Tensor | None = host.memory
@@ -293,15 +300,17 @@ class CudaLanes(CpuLanes):
         return operation
 
     def computed(self) -> Event:
-        # A destructor that the collector runs in a thread of the lanes, inside another stream, may come here, too.
+        # A destructor that the garbage collector runs in a thread of the lanes, inside another stream, may call this,
+        # too.
         is_ours = threading.get_ident() in self._own_threads
         return Mark(self._streams.record(self._compute if is_ours else self._streams.compute()))
 
     def wait(self, event: Event) -> None:
-        """Host work, and what is not in its stream yet, blocks the host; all else only the compute stream."""
+        """Blocks the host for host work and for operations that are not in their stream yet; otherwise only the compute
+        stream."""
         compute = self._streams.compute()
         if isinstance(event, Mark):
-            return  # of this very stream
+            return  # of the compute stream itself
         if event.done:
             event.wait()
             return
@@ -310,20 +319,21 @@ class CudaLanes(CpuLanes):
         self._stalls.append((begin, self._streams.record(compute, timed=True)))
 
     def stalled_seconds(self) -> float:
-        """Of the compute stream in `wait`, as far as it has come, and of the host for memory."""
+        """Returns the seconds that the compute stream has waited in `wait`, as far as it has progressed, and the host
+        for memory."""
         while self._stalls and self._stalls[0][1].query():
             self._device_stalled_seconds += self._streams.seconds_between(*self._stalls.popleft())
         return self._stalled_seconds + self._device_stalled_seconds
 
     def close(self) -> None:
-        super().close()  # the workers of host lanes, on which the launcher may still wait
+        super().close()  # the workers of host lanes, for which the launcher may still wait
         while self._stream_threads:  # the launcher first
             self._news.put(None)
             self._stream_threads.pop().join()
             for queue in self._in_streams.values():
                 queue.put(None)
             self._marks.put(None)
-        with suppress(RuntimeError):  # of a device that failed: its memory goes with the process
+        with suppress(RuntimeError):  # from a failed device, whose memory is freed with the process
             while self._releases.wait_for_one():
                 pass
         if self._pinned is not None:
@@ -359,7 +369,7 @@ class CudaLanes(CpuLanes):
 
     def _launch_later(self) -> None:
         behind: dict[Operation, list[StreamOperation]] = {}
-        """By their predecessor, as far as it is known; in order of submission."""
+        """Waiting operations by a predecessor that they wait for, in order of submission."""
         while (news := self._news.get()) is not None:
             ready = deque([news] if isinstance(news, StreamOperation) else behind.pop(news, ()))
             del news
@@ -368,8 +378,8 @@ class CudaLanes(CpuLanes):
                 blocker = operation.blocker()
                 while isinstance(blocker, QueuedOperation) and not blocker.is_awaited:
                     blocker.is_awaited = True
-                    blocker = operation.blocker()  # the first may have ended before it saw that
-                blocker = blocker or operation.first_of(behind)  # nothing overtakes those that wait for the same
+                    blocker = operation.blocker()  # it may have ended before the flag was set
+                blocker = blocker or operation.first_of(behind)  # operations that wait for the same one stay in order
                 if blocker is None:
                     self._launch(operation)
                     ready.extend(behind.pop(operation, ()))
@@ -389,13 +399,13 @@ class CudaLanes(CpuLanes):
                 if operation.begin is not None and operation.end is not None:
                     self._busy_seconds[lane] += self._streams.seconds_between(operation.begin, operation.end)
                 self._releases.sweep()
-            except BaseException as error:  # a thread that dies would leave memory held
+            except BaseException as error:  # if the thread died, memory would stay held
                 operation.fail(error)
             del operation
 
     def _watch_marks(self) -> None:
         while (mark := self._marks.get()) is not None:
-            with suppress(Exception):  # a device that failed says so to whoever waits for it next
+            with suppress(Exception):  # whoever waits next for a failed device gets the error
                 mark.wait()
                 self._releases.sweep()
             del mark

@@ -1,8 +1,8 @@
-"""DeviceLedger: enforces the device's byte budget where the device itself has none (a CPU).
+"""DeviceLedger: enforces the device's byte budget where the device itself does not (a CPU).
 
-All that the trainer owns on the device is charged here by purpose: parameters, gradients, optimizer states, saved
-activations, buffers. A charge beyond what is planned waits for releases in flight, one beyond the budget raises
-DeviceOutOfMemory, as an allocation on a GPU would.
+Everything that the trainer holds on the device is charged here by purpose: parameters, gradients, optimizer states,
+saved activations, buffers. A charge beyond the planned bytes waits for releases in flight. A charge beyond the budget
+raises DeviceOutOfMemory, as an allocation on a GPU would.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from spillway.units import format_bytes
 from .releases import obtain
 
 ACTIVATIONS = "activations"
-"""Purpose of tensors that autograd saved for backward."""
+"""The purpose of tensors that autograd saved for backward."""
 
 
 class DeviceLedger:
-    """Bytes held on the device, by purpose, against a budget (None: unlimited).
+    """Counts the bytes held on the device, by purpose, against a budget (None: unlimited).
 
     `release` and `release_saved` may run in a destructor, which the garbage collector can start inside any other call
-    of the same thread: they only append to a queue (atomic, no lock). Every charge and query takes the queue in first,
-    and a peak can only be reached by a charge.
+    of the same thread. So they only append to a queue (atomic, no lock). Every charge and query processes the queue
+    first; the peak stays right, because only a charge can reach it.
     """
 
     def __init__(self, budget_bytes: int | None, planned_bytes: float = math.inf) -> None:
@@ -41,36 +41,37 @@ class DeviceLedger:
         self._held_bytes = 0
         self._peak_bytes = 0
         self._saved: dict[int, int] = {}
-        """Key of a storage -> its bytes."""
+        """Key of a storage -> its size in bytes."""
         self._saved_bytes = 0
         self._shared: dict[int, int] = {}
-        """Key of a storage with several holders -> their number beyond the first."""
+        """Key of a storage with several holders -> the number of holders beyond the first."""
         self._released: deque[tuple[str, int]] = deque()
-        """(purpose, bytes)"""
+        """Released charges: (purpose, bytes)."""
         self._released_saved: deque[int] = deque()
         """Keys of storages that lost a holder."""
         self.release_saved: Callable[[int], None] = self._released_saved.append
-        """Removes one holder of a key. Safe in a destructor."""
+        """Called with a key, removes one of its holders. Safe in a destructor."""
         self._lock = threading.Lock()
 
     def charge(self, purpose: str, nbytes: int) -> None:
-        """Count `nbytes` for `purpose`. Waits for releases in flight before it goes beyond the plan, or raises
-        DeviceOutOfMemory."""
+        """Counts `nbytes` for `purpose`. Waits for releases in flight before it exceeds the planned bytes, and before
+        it raises DeviceOutOfMemory."""
         if not self._try_charge(purpose, nbytes, self._planned_bytes):
             self._retry(purpose, nbytes)
 
     def release(self, purpose: str, nbytes: int) -> None:
-        """Uncount bytes that were charged for the same purpose. Safe in a destructor."""
+        """Subtracts bytes that were charged for the same purpose. Safe in a destructor."""
         self._released.append((purpose, nbytes))
 
     def charge_saved(self, storage: UntypedStorage, limit_bytes: float | None = None) -> int:
-        """Count one more holder of a saved storage, and its bytes with the first; returns the key to release. Up to
-        `limit_bytes` (None: what is planned) it waits for nothing.
+        """Counts one more holder of a saved storage, and its bytes with the first holder; returns the key to release.
+        Does not wait while the total stays within `limit_bytes` (None: the planned bytes).
 
-        The key is the address of torch's storage object. A holder calls `release_saved` before it lets the storage go,
-        and the queue is taken in before a key is looked up: so a key that is found never means an earlier storage.
+        The key is the address of torch's storage object. A holder calls `release_saved` before it drops the storage,
+        and the queue is processed before a key is looked up, so a key that is found never belongs to an earlier
+        storage.
         """
-        # Once a saved tensor, on the thread that launches compute: in one piece, without calls.
+        # Runs once per saved tensor, on the thread that launches compute: therefore inlined, without calls.
         key: int = storage._cdata
         with self._lock:
             if self._released_saved or self._released:
@@ -92,7 +93,7 @@ class DeviceLedger:
         return self.charge_saved(storage, self._most_bytes)
 
     def num_holders(self, key: int) -> int:
-        """Of the saved storage with this key, which has one."""
+        """Returns the number of holders of the saved storage with this key; it must have at least one."""
         with self._lock:
             self._settle()
             return 1 + self._shared.get(key, 0)
@@ -105,17 +106,17 @@ class DeviceLedger:
 
     @property
     def peak_bytes(self) -> int:
-        """Highest held bytes since the start or the last reset_peak()."""
+        """Highest bytes held since the start or the last reset_peak()."""
         return self._peak_bytes
 
     def reset_peak(self) -> None:
         self._peak_bytes = self.held_bytes
 
     def by_purpose(self) -> dict[str, int]:
-        """Bytes held by purpose, largest first."""
+        """Returns bytes held by purpose, largest first."""
         with self._lock:
             self._settle()
-            held = self._held + Counter({ACTIVATIONS: self._saved_bytes})  # leaves out what is 0
+            held = self._held + Counter({ACTIVATIONS: self._saved_bytes})  # the sum omits zeros
             return dict(held.most_common())
 
     def _retry(self, purpose: str, nbytes: int) -> None:

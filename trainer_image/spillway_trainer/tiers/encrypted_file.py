@@ -1,9 +1,9 @@
-"""EncryptedFile: a scratch file whose bytes are encrypted on their way to the device, AES-256-XTS, by a key that only
-this process has and that ends with the file.
+"""EncryptedFile: a scratch file whose bytes are encrypted with AES-256-XTS before they reach the device. Only this
+process has the key, which is discarded with the file.
 
-The data unit is a block of 4096 bytes. Its tweak is its place in the file and the number of the write, so that no two
-writes have the same one, also of the same place. Checksums are of what lies on the device: they tell a device that
-changed it, before it is decrypted. docs/adr/0018-encrypted-spill-files.md has the reasons.
+The data unit is a block of 4096 bytes. Its tweak is its position in the file and the number of the write, so no two
+writes have the same tweak, even at the same position. Checksums are of the encrypted bytes on the device, so a change
+made by the device is detected before decryption. docs/adr/0018-encrypted-spill-files.md has the reasons.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .nvme_slab import OpenFile, ScratchFile
 from .spill_file import BLOCK_BYTES
 
 BOUNCE_BYTES = 8 << 20
-"""Encrypted bytes to be written, per file: the source is unchanged."""
+"""Size of each file's buffer for encrypted bytes that are about to be written; the source stays unchanged."""
 CHECKSUM_BITS = 32
 
 
 class BouncePart(NamedTuple):
-    """Of a request: no more than the bounce buffer takes."""
+    """A part of a request that fits into the bounce buffer."""
 
     request: int
     offset: int
@@ -39,8 +39,9 @@ class BouncePart(NamedTuple):
 
 
 class EncryptedFile:
-    """A nvme_slab.ScratchFile of the bytes of `file`, which is closed with it. What `write_batch` returns is the number
-    of the write with the checksums of its parts, to be handed back to `read_batch` as it is."""
+    """A nvme_slab.ScratchFile that stores its bytes encrypted in `file`, which it closes. `write_batch` returns, per
+    request, the number of the write joined with the checksums of the request's parts, to be passed to `read_batch`
+    unchanged."""
 
     def __init__(self, file: ScratchFile) -> None:
         self._file = file
@@ -49,15 +50,15 @@ class EncryptedFile:
         self._numbers = itertools.count(1)
         self._bounce = torch.frombuffer(mmap.mmap(-1, BOUNCE_BYTES), dtype=torch.uint8)
         self._writing = threading.Lock()
-        """Its holder has the bounce buffer."""
+        """Its holder owns the bounce buffer."""
 
     @property
     def backend(self) -> str:
         return f"{self._file.backend}+AES-256-XTS"
 
     def write_batch(self, writes: Sequence[tuple[int, Tensor, str]]) -> list[int]:
-        """As ScratchFile.write_batch. Raises RuntimeError in a child of the process that opened the file: the
-        numbers of its writes would be those of its parent's."""
+        """As ScratchFile.write_batch. Raises RuntimeError in a child of the process that opened the file, because its
+        writes would have the same numbers as its parent's."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the encrypted spill file of process {self._process} was written to in its child process "
@@ -73,7 +74,7 @@ class EncryptedFile:
         return [joined(number, each) for each in checksums]
 
     def read_batch(self, reads: Sequence[tuple[int, Tensor, int, str]]) -> None:
-        """As ScratchFile.read_batch; no byte is decrypted before the checksums of all are right."""
+        """As ScratchFile.read_batch. Nothing is decrypted before all checksums have been verified."""
         parts = parts_of([(offset, tensor, label) for offset, tensor, _, label in reads])
         numbers, checksums = list[int](), list[int]()
         for _, tensor, token, _ in reads:
@@ -90,7 +91,7 @@ class EncryptedFile:
         self._file.give_back(runs)
 
     def close(self) -> None:
-        """The key is wiped, and the file closed. Idempotent."""
+        """Wipes the key and closes the file. Idempotent."""
         self._cipher.close()
         self._file.close()
 
@@ -110,7 +111,7 @@ class EncryptedFile:
 
 
 def encrypted(open_file: OpenFile) -> OpenFile:
-    """`open_file`, with everything that is written encrypted."""
+    """Returns `open_file` with encryption of everything that is written."""
 
     def opened(directory: Path, nbytes: int, *, num_threads: int) -> ScratchFile:
         file = open_file(directory, nbytes, num_threads=num_threads)
@@ -124,7 +125,7 @@ def encrypted(open_file: OpenFile) -> OpenFile:
 
 
 def parts_of(requests: Sequence[tuple[int, Tensor, str]]) -> list[BouncePart]:
-    """In order; each starts a whole number of bounce buffers into its request."""
+    """Returns the parts of all requests, in order; each starts a whole number of bounce buffers into its request."""
     return [
         BouncePart(request, offset + start, tensor[start : start + BOUNCE_BYTES], label)
         for request, (offset, tensor, label) in enumerate(requests)
@@ -133,7 +134,7 @@ def parts_of(requests: Sequence[tuple[int, Tensor, str]]) -> list[BouncePart]:
 
 
 def windows(parts: Iterable[BouncePart]) -> Iterator[list[BouncePart]]:
-    """As many at a time as fit into the bounce buffer."""
+    """Yields the parts in groups that fit into the bounce buffer."""
     window, nbytes = list[BouncePart](), 0
     for part in parts:
         if nbytes + part.tensor.numel() > BOUNCE_BYTES:
@@ -146,13 +147,13 @@ def windows(parts: Iterable[BouncePart]) -> Iterator[list[BouncePart]]:
 
 
 def joined(number: int, checksums: Sequence[int]) -> int:
-    """One integer of a write's number and its parts' checksums, the last one lowest."""
+    """Returns one integer of a write's number and its parts' checksums, the last checksum in the lowest bits."""
     for checksum in checksums:
         number = number << CHECKSUM_BITS | checksum
     return number
 
 
 def divided(token: int, num_parts: int) -> tuple[int, list[int]]:
-    """joined, backwards."""
+    """The inverse of `joined`."""
     checksums = [token >> CHECKSUM_BITS * i & (1 << CHECKSUM_BITS) - 1 for i in reversed(range(num_parts))]
     return token >> CHECKSUM_BITS * num_parts, checksums

@@ -1,7 +1,7 @@
 """Extents: allocation of byte ranges in a host slab or spill file.
 
-First fit over an address-ordered free list: low addresses are reused first, so the touched part of a slab stays dense
-and writes to a spill file stay close together. Neighbouring free extents are merged at once.
+Allocation is first fit over an address-ordered free list: low addresses are reused first, so the used part of a slab
+stays dense and writes to a spill file stay close together. Neighbouring free extents are merged at once.
 """
 
 from __future__ import annotations
@@ -12,35 +12,36 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 ALIGNMENT_BYTES = 4096
-"""O_DIRECT needs it of addresses, offsets and lengths; pages are no larger"""
+"""O_DIRECT requires this alignment of addresses, offsets and lengths. Pages are no larger."""
 
 
 def round_up(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment of extents."""
+    """Returns `nbytes` rounded up to the alignment of extents."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Extents:
-    """Allocator of offsets in [0, `capacity_bytes`).
+    """Allocates offsets in [0, `capacity_bytes`).
 
     `free` may be called by a destructor, which the garbage collector can start inside any other call of the same
-    thread: it only appends to a queue (atomic, no lock), and the next allocation or query takes the queue in.
+    thread. So it only appends to a queue (atomic, no lock); the next allocation or query processes the queue.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        """Without what was withdrawn."""
+        """Excludes space that was withdrawn."""
         self.peak_bytes = 0
         self._starts = [0] if self.capacity_bytes else []
         self._sizes = {0: self.capacity_bytes} if self.capacity_bytes else {}
         self._owned: dict[int, tuple[int, str]] = {}
         self._held_bytes = 0
         self._freed: deque[tuple[int, bool]] = deque()
-        """(offset, whether it may be used again)"""
+        """Freed extents: (offset, whether it may be used again)."""
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int, label: str) -> int | None:
-        """Offset of an extent of at least `nbytes` (rounded up to 4096), or None when no free run is long enough."""
+        """Returns the offset of an extent of at least `nbytes` (rounded up to 4096), or None if no free run is long
+        enough."""
         wanted = round_up(max(nbytes, 1))
         with self._lock:
             self._take_back()
@@ -54,7 +55,7 @@ class Extents:
         return None
 
     def free(self, offset: int, *, reusable: bool = True) -> None:
-        """Give the extent at `offset` back; one that is not `reusable` is lost for good. Safe in a destructor."""
+        """Gives the extent at `offset` back; it is never allocated again unless `reusable`. Safe in a destructor."""
         self._freed.append((offset, reusable))
 
     @property
@@ -70,8 +71,8 @@ class Extents:
             return max(self._sizes.values(), default=0)
 
     def withdraw(self, nbytes: int) -> list[tuple[int, int]]:
-        """Take free runs of `nbytes` (rounded up to 4096), or all there are, out of the space for good, the highest
-        addresses first; returns (start, size) of each."""
+        """Removes free runs of `nbytes` in all (rounded up to 4096), or every free run if there is less, from the space
+        for good, highest addresses first. Returns (start, size) of each."""
         withdrawn, left = list[tuple[int, int]](), round_up(nbytes)
         with self._lock:
             self._take_back()
@@ -90,14 +91,14 @@ class Extents:
         self.peak_bytes = self.held_bytes
 
     def each_free(self, use: Callable[[int, int], None]) -> None:
-        """Call `use(start, size)` for every free run, while nothing can be allocated."""
+        """Calls `use(start, size)` for every free run. Nothing can be allocated meanwhile."""
         with self._lock:
             self._take_back()
             for start in self._starts:
                 use(start, self._sizes[start])
 
     def holders(self) -> dict[str, int]:
-        """Bytes held by label, largest first."""
+        """Returns bytes held by label, largest first."""
         with self._lock:
             self._take_back()
             held: Counter[str] = Counter()

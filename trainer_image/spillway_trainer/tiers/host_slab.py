@@ -1,7 +1,7 @@
 """HostSlab: all host memory that techniques use, one anonymous mapping, handed out in 4096-aligned extents.
 
-One mapping instead of one allocation per tensor: its size is the budget, pages are touched once and reused, and a
-device that needs registered memory registers it once.
+There is one mapping instead of one allocation per tensor: its size is the budget, pages are touched once and reused,
+and a device that needs registered memory registers it once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ HUGE_PAGE_BYTES = 2 * 2**20
 
 
 class HostSlab:
-    """`nbytes` of host memory (0 is allowed and refuses every allocation). Pages become resident when first written.
+    """`nbytes` of host memory (0 is allowed and refuses every allocation). Pages become resident when they are first
+    written.
 
-    `may_grow`: by how many bytes it may become larger when a spill device fails and bytes have to stay here.
-    `planned_bytes`: beyond them, what is allocated waits for releases in flight first.
+    `may_grow`: returns how many bytes larger the slab may become when a spill device fails and bytes have to stay here.
+    `planned_bytes`: an allocation that would exceed them waits for releases in flight first.
     """
 
     def __init__(self, nbytes: int, may_grow: Callable[[], int] = lambda: 0, planned_bytes: float = math.inf) -> None:
@@ -45,7 +46,7 @@ class HostSlab:
         self._growing = threading.Lock()
 
     def allocate(self, nbytes: int, label: str) -> Tensor:
-        """uint8 view of `nbytes`, 4096-aligned, uninitialised.
+        """Returns a uint8 view of `nbytes`, 4096-aligned and uninitialised.
 
         Waits for releases in flight before it raises HostOutOfMemory, which names the holders.
         """
@@ -57,35 +58,35 @@ class HostSlab:
         return memory
 
     def allocate_now(self, nbytes: int, label: str) -> Tensor | None:
-        """As `allocate`, but None when there is no room: it never waits, so that a lane may call it."""
+        """As `allocate`, but returns None if there is no room. It never waits, so a lane may call it."""
         offset = self._extents.allocate(nbytes, label)
         if offset is not None:
             return self._memory[offset : offset + nbytes]
         return self._spare.allocate_now(nbytes, label) if self._spare else None
 
     def grow(self) -> None:
-        """Become larger, once, by what there is beyond the slab: a spill device failed, and bytes have to stay here."""
+        """Makes the slab larger, once, by what `may_grow` allows: a spill device failed, and bytes have to stay
+        here."""
         with self._growing:
             nbytes = self._may_grow() if self._spare is None else 0
             if nbytes >= ALIGNMENT_BYTES:
                 self._spare = HostSlab(nbytes)
 
     def free(self, tensor: Tensor) -> None:
-        """Give back what `allocate` returned. Safe in a destructor; the caller no longer touches it."""
+        """Frees what `allocate` returned; the caller must no longer use it. Safe in a destructor."""
         if self._spare is not None and tensor.untyped_storage()._cdata != self._storage:
             self._spare.free(tensor)
             return
-        # By offset: an extent of no bytes has no address in torch.
+        # By offset, because torch has no address for an empty tensor.
         self._extents.free(int(tensor.storage_offset() - self._memory.storage_offset()))
 
     def give_pages_back(self) -> None:
-        """Free runs occupy no memory until they are written again."""
+        """Returns the pages of free runs to the system; they occupy no memory until they are written again."""
         self._extents.each_free(self._mapping.give_back)
 
     @property
     def memory(self) -> Tensor:
-        """All that it has from the start, for who registers memory with a device or a file; its views are the
-        allocations."""
+        """The whole initial memory, for registration with a device or a file; allocations are views of it."""
         return self._memory
 
     @property
@@ -98,12 +99,12 @@ class HostSlab:
 
     @property
     def peak_bytes(self) -> int:
-        """Highest bytes held; once it has grown, no less and up to the sum of the highest of both parts."""
+        """Highest bytes held. After `grow`, an upper bound: the sum of the peaks of both parts."""
         return self._extents.peak_bytes + (self._spare.peak_bytes if self._spare else 0)
 
     @property
     def largest_free_bytes(self) -> int:
-        """The largest that could be allocated at once."""
+        """Size of the largest possible allocation."""
         return max(self._extents.largest_free_bytes, self._spare.largest_free_bytes if self._spare else 0)
 
     def reset_peak(self) -> None:
@@ -112,7 +113,7 @@ class HostSlab:
             self._spare.reset_peak()
 
     def by_label(self) -> dict[str, int]:
-        """Bytes held by label, largest first."""
+        """Returns bytes held by label, largest first."""
         held = Counter(self._extents.holders()) + Counter(self._spare.by_label() if self._spare else {})
         return dict(held.most_common())
 
@@ -135,7 +136,7 @@ class _Mapping(NamedTuple):
     tensor: Tensor
     whole: mmap.mmap | None
     start: int
-    """Of the tensor in the whole mapping."""
+    """Offset of the tensor in the whole mapping."""
 
     def give_back(self, offset: int, nbytes: int) -> None:
         assert self.whole is not None
@@ -143,9 +144,8 @@ class _Mapping(NamedTuple):
 
 
 def _map(nbytes: int) -> _Mapping:
-    """Where the slab spans several huge pages it asks for them (fewer page faults and TLB misses in streaming loops); a
-    smaller one would only grow by rounding.
-    """
+    """Maps `nbytes`. A slab of several huge pages requests huge pages (fewer page faults and TLB misses in streaming
+    loops); for a smaller one, rounding up to huge pages would only cost memory."""
     if nbytes == 0:
         return _Mapping(torch.empty(0, dtype=torch.uint8), None, 0)
     if nbytes < 8 * HUGE_PAGE_BYTES:
@@ -160,7 +160,7 @@ def _map(nbytes: int) -> _Mapping:
 
 
 def mapped(nbytes: int) -> Tensor:
-    """Memory of its own, 4096-aligned, whose pages go with the last tensor that shares it."""
+    """Returns memory of its own, 4096-aligned, whose pages are freed with the last tensor that shares it."""
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=_PRIVATE), dtype=torch.uint8)
 
 

@@ -1,9 +1,9 @@
 """Lanes: all copies, CPU updates and disk transfers are submitted and ordered here.
 
-The law of ordering: an operation runs after the events in its `after`, after everything the host has waited for, and
-after nothing else. Two operations on one lane have no order unless an event gives them one. CUDA streams order more;
-schedules must not rely on it. Tests hold them to the law by lanes that run operations as late as possible and by lanes
-that report races (tests/fakes/lazy_lanes.py, tests/fakes/tracing.py).
+The ordering rule: an operation runs after the events in its `after`, after everything that the host has waited for, and
+after nothing else. Two operations on one lane have no order unless an event gives them one. CUDA streams guarantee
+more, but schedules must not rely on it. Tests enforce the rule with lanes that run operations as late as possible and
+lanes that report races (tests/fakes/lazy_lanes.py, tests/fakes/tracing.py).
 
 CpuLanes runs one worker thread per lane; native copies and I/O release the GIL.
 """
@@ -46,20 +46,20 @@ class Lane(StrEnum):
 
 
 class Event(Protocol):
-    """Completion of one submitted operation."""
+    """The completion of one submitted operation."""
 
     @property
     def done(self) -> bool: ...
 
     def wait(self) -> None:
-        """Block the host until the operation is complete. Raises the operation's error, each time."""
+        """Blocks the host until the operation is complete. Raises the operation's error at every call."""
 
 
 class Region:
-    """Memory that operations read and write. Identity is what counts: tracing keys on the object.
+    """Memory that operations read and write. A region is identified by its object, which tracing uses as a key.
 
-    A plain Region names memory that somebody else owns (a parameter, a file's extent). What can be given up by
-    `Lanes.release` overrides `drop`, and `poison` where its bytes can be reached.
+    A plain Region names memory that somebody else owns (a parameter, a file's extent). Subclasses whose memory
+    `Lanes.release` can give up override `drop`, and also `poison` if their bytes can be accessed.
     """
 
     __slots__ = ("__weakref__", "label", "nbytes")
@@ -72,7 +72,7 @@ class Region:
         """Called once by the lanes when the region was released and its last user is complete."""
 
     def poison(self) -> None:
-        """Overwrite the bytes with 0xFF (NaN in every float format), so that a read out of order shows."""
+        """Overwrites the bytes with 0xFF (NaN in every float format), so that a read in the wrong order is noticed."""
 
 
 class Buffer(Region):
@@ -88,8 +88,8 @@ class Buffer(Region):
         self._num_owners = 1
 
     def retain(self) -> None:
-        """One owner more: it is dropped once each of them dropped it. For an operation that reads it and finds that its
-        bytes have no other place."""
+        """Adds an owner; the buffer is dropped once every owner has dropped it. For an operation that reads the buffer
+        and finds that its bytes exist nowhere else."""
         self._num_owners += 1
 
     def drop(self) -> None:
@@ -100,8 +100,8 @@ class Buffer(Region):
         self._free(tensor)
 
     def poison(self) -> None:
-        # Host buffers belong to the slab alone. A device buffer that autograd still shows to somebody (a gradient that
-        # is a view of a saved tensor) lives on by its storage's count, as any tensor does.
+        # Host buffers belong to the slab alone. A device buffer may still be visible through autograd (a gradient that
+        # is a view of a saved tensor): then it stays alive by its storage's reference count, like any tensor.
         if self._num_owners == 1 and (self.tier is Tier.HOST or owned_once(self.tensor)):
             self.tensor.fill_(0xFF)
 
@@ -121,34 +121,36 @@ class Submission(NamedTuple):
 
     lane: Lane
     work: Callable[[], None]
-    """It must not call the lanes. On a CPU torch runs there without other threads (native.compute_alone)."""
+    """Must not call the lanes. In a lane's worker, torch's CPU operations run on that thread alone
+    (native.compute_alone)."""
     reads: Sequence[Region] = ()
     writes: Sequence[Region] = ()
     after: Sequence[Event] = ()
     """The operation runs after these."""
     nbytes: int = 0
-    """Bytes that it moves, or touches on the cpu lane: its cost for tracing and counters."""
+    """Bytes that it moves or, on the cpu lane, reads and writes: its cost for tracing and counters."""
     label: str = ""
 
 
 class Lanes(Protocol):
     direct_io: bool
-    """Whether device memory is host memory in whole blocks of the file: it moves to and from the file unstaged."""
+    """Whether device memory is host memory in whole blocks of the file, which moves to and from the file without
+    staging."""
 
     def acquire(self, tier: Tier, nbytes: int, label: str) -> Buffer:
-        """Memory of `tier` (device or host) whose earlier users are complete.
+        """Returns memory of `tier` (device or host) whose earlier users are complete.
 
-        Waits for releases in flight before it gives up. Raises DeviceOutOfMemory or HostOutOfMemory with the holders.
+        Waits for releases in flight before it raises DeviceOutOfMemory or HostOutOfMemory, which name the holders.
         """
 
     def release(self, region: Region, after: Sequence[Event] = ()) -> None:
-        """Give `region` up; it is dropped, and its memory reused, only when every event in `after` is complete.
+        """Gives `region` up. It is dropped, and its memory reused, only when every event in `after` is complete.
 
-        Safe in a destructor. A buffer that the compute lane used is released after `computed()`, too.
+        Safe in a destructor. For a buffer that the compute lane used, `after` must include `computed()`.
         """
 
     def reclaim(self) -> bool:
-        """Wait for the oldest release in flight; False if there is none. For callers that are out of memory."""
+        """Waits for the oldest release in flight; False if there is none. For callers that are out of memory."""
 
     def submit(
         self,
@@ -165,28 +167,29 @@ class Lanes(Protocol):
         return self.enqueue(Submission(lane, work, reads, writes, after, nbytes, label))
 
     def enqueue(self, given: Submission) -> Event:
-        """What `submit` calls, and implementations define."""
+        """Queues `given`: `submit` calls this, and implementations define it."""
 
     def compute(self, *, reads: Sequence[Region] = (), writes: Sequence[Region] = (), label: str = "") -> None:
-        """Declare that the compute lane, after all it was given before, now reads and writes these regions."""
+        """Declares that the compute lane now reads and writes these regions, after everything it was given before."""
 
     def computed(self) -> Event:
-        """An event that is complete when the compute lane has done everything it was given until now."""
+        """Returns an event that is complete when the compute lane has done everything it was given until now."""
 
     def wait(self, event: Event) -> None:
-        """The compute lane continues only after `event`; on a CPU device this blocks the host."""
+        """Makes the compute lane continue only after `event`; on a CPU device this blocks the host."""
 
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes submitted per lane since the lanes were made."""
+        """Returns the bytes submitted per lane since the lanes were made."""
 
     def stalled_seconds(self) -> float:
-        """Seconds the compute lane has stood still in `wait` and for memory, since the lanes were made."""
+        """Returns the seconds that the compute lane has waited, in `wait` and for memory, since the lanes were made."""
 
     def busy_seconds(self) -> dict[str, float]:
-        """Busy seconds per lane, without waiting, since the lanes were made; empty if they are not timed."""
+        """Returns the seconds that each lane has worked, without waiting, since the lanes were made; empty if not
+        timed."""
 
     def close(self) -> None:
-        """Finish what is queued, stop the threads, free the memory. Idempotent."""
+        """Finishes queued operations, stops the threads and frees the memory. Idempotent."""
 
 
 DEVICE_BUFFERS = "buffers"
@@ -194,7 +197,7 @@ DEVICE_BUFFERS = "buffers"
 
 
 def acquire(host: HostSlab, ledger: DeviceLedger, tier: Tier, nbytes: int, label: str) -> Buffer:
-    """A buffer of host slab or device memory. Raises HostOutOfMemory or DeviceOutOfMemory."""
+    """Returns a buffer of host slab or device memory. Raises HostOutOfMemory or DeviceOutOfMemory."""
     if tier is Tier.HOST:
         return Buffer(tier, host.allocate(nbytes, label), label, host.free)
     if tier is Tier.DEVICE:
@@ -207,7 +210,7 @@ def acquire(host: HostSlab, ledger: DeviceLedger, tier: Tier, nbytes: int, label
 
 
 class LentBuffer(Buffer):
-    """Device memory of a CPU whose storage is returned once no tensor shares it."""
+    """Device memory of a CPU. Its storage is returned once no tensor shares it."""
 
     __slots__ = ("_charged_bytes", "_ledger")
 
@@ -226,8 +229,8 @@ def _by_itself(_: Tensor) -> None:
 
 
 def lent_buffer(ledger: DeviceLedger, nbytes: int, label: str, pooled_bytes: float) -> Buffer:
-    """Device memory of a CPU, whole blocks: of `pooled_bytes` or more from where torch takes its tensors; of less, and
-    where that is full, mapped. Raises DeviceOutOfMemory."""
+    """Returns device memory of a CPU, in whole blocks. Sizes of `pooled_bytes` or more come from torch's tensor pool.
+    Smaller ones are mapped, and so are those for which the pool is full. Raises DeviceOutOfMemory."""
     ledger.charge(DEVICE_BUFFERS, nbytes)
     whole = round_up(max(nbytes, 1))
     memory = torch.empty(whole, dtype=torch.uint8) if nbytes >= pooled_bytes else None
@@ -237,7 +240,7 @@ def lent_buffer(ledger: DeviceLedger, nbytes: int, label: str, pooled_bytes: flo
 
 
 class Done:
-    """An event that is complete: on a CPU device the host itself is the compute lane."""
+    """An event that is already complete: on a CPU device the host itself is the compute lane."""
 
     __slots__ = ()
     done = True
@@ -250,7 +253,7 @@ DONE = Done()
 
 
 class Operation:
-    """One submitted operation of the CPU and the lazy lanes, and its event."""
+    """One submitted operation of the CPU and the lazy lanes; it is its own event."""
 
     __slots__ = ("_after", "_error", "_work", "done", "label", "seconds")
 
@@ -260,11 +263,12 @@ class Operation:
         self._error: BaseException | None = None
         self.label = label
         self.seconds = 0.0
-        """Of work, once it is done."""
+        """Duration of `work`, once it is done."""
         self.done = False
 
     def run(self) -> None:
-        """Wait for `after`, then work. An operation whose predecessor failed fails with the same error, unworked."""
+        """Waits for `after`, then calls `work`. If a predecessor failed, fails with the same error without calling
+        `work`."""
         assert self._work is not None
         try:
             for event in self._after:
@@ -274,11 +278,11 @@ class Operation:
             self.seconds = time.perf_counter() - started
         except BaseException as error:
             self.fail(error)
-        self._work, self._after = None, ()  # they hold memory that may go now
+        self._work, self._after = None, ()  # they refer to memory that can be freed now
         self.done = True
 
     def fail(self, error: BaseException) -> None:
-        """From now on every wait raises `error`."""
+        """Makes every wait from now on raise `error`."""
         self._error = kept_error(error)
 
     def raise_error(self) -> None:
@@ -287,9 +291,10 @@ class Operation:
 
 
 def kept_error(error: AnyError) -> AnyError:
-    """`error` without its frames: they, and those that a raise adds, refer to memory that must not outlive the step.
+    """Returns `error` without its traceback frames, which refer to memory that must not outlive the step.
 
-    So an operation raises a copy each time; where an error's own words are not enough, its frames become a note.
+    Every raise adds frames, so an operation raises a copy each time. Unless the error is a SpillwayError or already has
+    notes, its frames are first kept as a note.
     """
     if not isinstance(error, SpillwayError) and not getattr(error, "__notes__", None):
         error.add_note("in a lane:\n" + "".join(traceback.format_tb(error.__traceback__)))
@@ -298,7 +303,7 @@ def kept_error(error: AnyError) -> AnyError:
 
 
 class QueuedOperation(Operation):
-    """Run by a lane's worker, or by a compute lane that waits for it; any thread may wait."""
+    """An operation run by a lane's worker, or by a compute lane that waits for it; any thread may wait for it."""
 
     __slots__ = ("_finished", "is_awaited", "lane", "taken")
 
@@ -306,14 +311,14 @@ class QueuedOperation(Operation):
         super().__init__(work, after, label)
         self.lane = lane
         self.taken = False
-        """It runs, or has run."""
+        """Whether it runs or has run."""
         self.is_awaited = False
-        """The device's launcher must learn when it has run."""
+        """Whether the device's launcher must be told when it has run."""
         self._finished = threading.Event()
 
     @property
     def ready(self) -> bool:
-        """Nobody who runs it now would have to wait."""
+        """Whether a thread could run it now without waiting."""
         return all(event.done for event in self._after)
 
     def finish(self) -> None:
@@ -325,12 +330,12 @@ class QueuedOperation(Operation):
 
 
 class LaneQueue:
-    """Operations of one lane, first in, first out: taken by its worker, or by a thread that waits for one of them."""
+    """The operations of one lane, first in first out. Its worker takes them, or a thread that waits for one of them."""
 
     def __init__(self) -> None:
         self._operations: deque[QueuedOperation] = deque()
         self._turns: SimpleQueue[bool] = SimpleQueue()
-        """One per operation, including those that others take; False: no more will come."""
+        """One entry per operation, including operations that other threads take; False: no more will come."""
         self._taking = threading.Lock()
 
     def put(self, operation: QueuedOperation) -> None:
@@ -338,12 +343,12 @@ class LaneQueue:
         self._turns.put(True)
 
     def close(self) -> None:
-        for _ in range(len(self._operations)):  # an interrupt may have kept one from its turn
+        for _ in range(len(self._operations)):  # an interrupt in `put` may have lost a turn
             self._turns.put(True)
         self._turns.put(False)
 
     def take(self) -> QueuedOperation | None:
-        """The worker's next one; waits for it. None: the queue is closed and empty."""
+        """Returns the worker's next operation and waits for one if necessary. None: the queue is closed and empty."""
         while self._turns.get():
             with self._taking:
                 if self._operations:
@@ -351,7 +356,8 @@ class LaneQueue:
         return None
 
     def take_ahead_of(self, last: QueuedOperation) -> QueuedOperation | None:
-        """The next one, for a thread that waits for `last`; None if `last` is taken or the next one would wait."""
+        """Returns the next operation, for a thread that waits for `last`; None if `last` is taken or the next one would
+        wait."""
         with self._taking:
             if last.taken or not self._operations[0].ready:
                 return None
@@ -364,16 +370,16 @@ class LaneQueue:
 
 
 class CpuLanes(Lanes):
-    """One worker thread a lane, first in first out.
+    """Lanes with one worker thread each, first in first out.
 
     A worker blocks on the `after` events of the operation at its head. That cannot deadlock: an event exists only once
-    its operation is queued, so of all operations in the queues the one submitted first never waits for another.
+    its operation is queued, so of all queued operations the one submitted first never waits for another.
 
-    A compute lane that has to wait for the CPU's work does what is queued ahead of it, beside the worker: its core
-    would stand still.
+    A compute lane that has to wait for CPU work helps the worker with the operations queued ahead of it; otherwise its
+    core would be idle.
 
-    Device buffers are 4096-aligned, so that files are read into them; large ones come from the pool that torch takes
-    such tensors from, so that they fill the room of what backward has dropped.
+    Device buffers are 4096-aligned, so that files can be read into them directly. Large ones come from the pool from
+    which torch takes tensors of that size, so that they reuse memory that backward has freed.
     """
 
     direct_io = True
@@ -452,7 +458,7 @@ class CpuLanes(Lanes):
                 queue = LaneQueue()
                 thread = threading.Thread(target=self._work, args=(queue,), name=f"lane-{lane}", daemon=True)
                 thread.start()
-                self._queues[lane] = queue  # first, or an interrupt between leaves `close` a thread that never ends
+                self._queues[lane] = queue  # before the thread: `close` would wait forever for one without a queue
                 self._threads.append(thread)
             return self._queues[lane]
 
@@ -460,15 +466,15 @@ class CpuLanes(Lanes):
         native.compute_alone()
         while (operation := queue.take()) is not None:
             self._run(operation)
-            del operation  # else the idle worker holds the last event, and with it whatever its error refers to
+            del operation  # else the idle worker keeps the last event alive, and with it whatever its error refers to
 
     def _run(self, operation: QueuedOperation) -> None:
         operation.run()
         with self._counting:
             self._busy_seconds[operation.lane] += operation.seconds
-        # Before anybody wakes up: who waited for memory finds it free.
+        # Before anybody wakes up, so that a thread that waited for memory finds it free.
         try:
             self._releases.sweep()
-        except BaseException as error:  # a worker that dies would leave everybody waiting
+        except BaseException as error:  # if the worker died, everybody would wait forever
             operation.fail(error)
         operation.finish()

@@ -1,12 +1,12 @@
-"""NvmeSlab: all spilled bytes of one rank, one unlinked file a device, handed out in 4096-aligned extents.
+"""NvmeSlab: all spilled bytes of one rank, in one unlinked file per device, handed out in 4096-aligned extents.
 
-An extent of a slab on several devices is striped: a piece on each, by how fast each was so far, and every piece is
-moved by its device's own engine. Callers see one run of bytes.
+An extent of a slab on several devices is striped: it has a piece on each, sized by how fast each device has been so
+far, and each device's own engine moves its piece. Callers see one run of bytes.
 
-What a device cannot write is not lost: the bytes are still in host memory when the write fails. They stay there
-(`Kept`) until their extent is dropped, as long as the host slab has room or may grow; the device is retired by the
-rules of spill_health.py, and the run goes on and says so. Without room the write's error is the step's. What cannot be
-read is an error always.
+Bytes that a device cannot write are not lost: they are still in host memory when the write fails. They stay there
+(`Kept`) until their extent is dropped, as long as the host slab has room or may grow. The device is retired by the
+rules of spill_health.py, and the run continues and reports it. If there is no room, the step fails with the write's
+error. Bytes that cannot be read are always an error.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ from .spill_file import SpillFile
 from .spill_health import HEALTHY, DeviceHealth, after_failed_write, after_transfer
 
 STRIPE_BYTES = 1 << 20
-"""Least size of an extent's pieces: smaller transfers cost more than a second device gains."""
+"""Minimum size of an extent's pieces: smaller transfers cost more than a second device gains."""
 RAISE_BUDGET = "Raise spec.memory.budget.nvme."
 WRITE_FAILED, DEVICE_RETIRED, DEVICE_SLOW, REDIRECTED = "write_failed", "device_retired", "device_slow", "redirected"
 FAULT_KINDS = (WRITE_FAILED, DEVICE_RETIRED, DEVICE_SLOW, REDIRECTED)
-"""As the metric counts them; redirected: a spill that went to a higher tier because of a fault."""
+"""The kinds that the metric counts. "redirected" is a spill that went to a higher tier because of a fault."""
 
 
 class ScratchFile(Protocol):
-    """What NvmeSlab needs of a file: kernels.SpillFile, or a fake that fails."""
+    """The operations that NvmeSlab needs from a file: implemented by SpillFile and by a fake that fails."""
 
     @property
     def backend(self) -> str: ...
 
     def write_batch(self, writes: Sequence[tuple[int, Tensor, str]]) -> list[int]:
-        """Write each (file offset, uint8 tensor, label); returns their CRC32C. Raises SpillIOError with the label."""
+        """Writes each (file offset, uint8 tensor, label); returns their CRC32C. Raises SpillIOError with the label."""
 
     def read_batch(self, reads: Sequence[tuple[int, Tensor, int, str]]) -> None:
-        """Fill each tensor from its offset and check its CRC32C. Raises SpillIOError with the label, never zeros."""
+        """Fills each tensor from its offset and checks its CRC32C. Raises SpillIOError with the label, never returns
+        zeros."""
 
     def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Returns the bytes of these (offset, size) to the volume: none of them is used any more. Raises SpillIOError
+        """Returns the bytes of these (offset, size) runs to the volume; they are not used any more. Raises SpillIOError
         if that fails."""
 
     def close(self) -> None: ...
@@ -66,7 +67,7 @@ class OpenFile(Protocol):
 
 
 class PlannedRates(NamedTuple):
-    """Bytes per second of this rank's part of all devices, as the plan took them; 0 = unknown."""
+    """Bytes per second of this rank's share of all devices, as the plan assumed; 0 = unknown."""
 
     read: float = 0.0
     write: float = 0.0
@@ -77,15 +78,15 @@ UNKNOWN_RATES = PlannedRates()
 
 @dataclass(slots=True, eq=False)
 class Device:
-    """One volume: its file, who owns which bytes of it, and what is known of it."""
+    """One volume: its file, the owners of its bytes, and its health."""
 
     index: int
-    """In the slab."""
+    """Its index in the slab."""
     directory: Path
     file: ScratchFile
     extents: Extents
     reads: DeviceHealth = HEALTHY
-    """Only their pace: a failed read ends the step."""
+    """Used only for the speed of reads: a failed read ends the step."""
     writes: DeviceHealth = HEALTHY
     moved_bytes: int = 0
     moving_seconds: float = 0.0
@@ -97,12 +98,12 @@ class Device:
 
     @property
     def load(self) -> float:
-        """What it holds, in seconds of its own."""
+        """Its held bytes, in seconds at its own speed."""
         return self.extents.held_bytes / (self.weight or 1.0)
 
 
 class ExtentPiece(NamedTuple):
-    """A run of one device's bytes: the extent's from `start` on."""
+    """A run of one device's bytes, which holds the extent's bytes from `start` on."""
 
     device: Device
     offset: int
@@ -118,7 +119,7 @@ class Address(NamedTuple):
 
 
 class StoredPiece(NamedTuple):
-    """A part of one write, where it is and what its bytes must sum up to."""
+    """A part of one write: where it is stored and the checksum that its bytes must have."""
 
     device: Device
     offset: int
@@ -128,15 +129,15 @@ class StoredPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What could not be written, in host memory."""
+    """Bytes that could not be written, in host memory."""
 
     memory: Tensor
     is_lent: bool = False
-    """It stays its owner's; else the extent frees it."""
+    """The memory stays with its owner; otherwise the extent frees it."""
 
 
 Stored = tuple[StoredPiece, ...] | Kept
-"""Where a write's bytes are: what a read asks for"""
+"""Where a write's bytes are stored: the argument of a later read."""
 
 
 class NvmeExtent(Region):
@@ -150,23 +151,23 @@ class NvmeExtent(Region):
         self._retired: set[Device] = set()
         self.pieces = tuple(pieces)
         self.kept: dict[int, Kept] = {}
-        """By offset in the extent."""
+        """Bytes kept in host memory, by offset in the extent."""
         self.home: Buffer | None = None
-        """The lender of the memory of all of `kept`."""
+        """The buffer that lends the memory of everything in `kept`."""
 
     def at(self, offset: int) -> Address:
         return Address(self, offset)
 
     def pieces_of(self, offset: int, nbytes: int) -> Iterator[ExtentPiece]:
-        """Those that have some of these bytes, in order."""
+        """Returns the pieces that hold some of these bytes, in order."""
         return (p for p in self.pieces if p.start < offset + nbytes and offset < p.start + p.nbytes)
 
     def retire(self, devices: Iterable[Device]) -> None:
-        """What it has on `devices` is never used again."""
+        """Marks its pieces on `devices` as never to be used again."""
         self._retired.update(devices)
 
     def live_in(self, buffer: Buffer) -> None:
-        """`buffer` has all its bytes, and keeps them until it is dropped."""
+        """Makes `buffer`, which has all its bytes, keep them until this extent is dropped."""
         if self.home is None:
             self.home = buffer
             buffer.retain()
@@ -182,7 +183,7 @@ class NvmeExtent(Region):
 
 
 class DevicePart(NamedTuple):
-    """What one device does of one request: `tensor` goes to, or comes from, `offset` of its file."""
+    """One device's part of one request: `tensor` is written to, or read from, `offset` of its file."""
 
     request: int
     device: Device
@@ -190,20 +191,20 @@ class DevicePart(NamedTuple):
     tensor: Tensor
     label: str
     checksum: int = 0
-    """Of a read."""
+    """The expected checksum of a read."""
 
 
 def file_bytes(nbytes: int, num_devices: int) -> int:
-    """Of each device's file, of a slab of `nbytes` in all."""
+    """Returns the bytes of each device's file, for a slab of `nbytes` in all."""
     return round_up(-(-nbytes // num_devices))
 
 
 class NvmeSlab:
-    """Preallocated files of `nbytes` in all, one in each of `directories`, that nobody else sees and that no crash
-    leaves behind.
+    """Preallocated files of `nbytes` in all, one in each of `directories`, that are invisible to others and that no
+    crash leaves behind.
 
-    `host` keeps what cannot be written; without one such a write is an error. `tell` is given a line for each thing
-    that went wrong and is survived, on the thread that noticed.
+    `host` keeps bytes that cannot be written; without it such a write is an error. `tell` receives a line for each
+    fault that the run survives, on the thread that noticed it.
     """
 
     def __init__(
@@ -221,9 +222,9 @@ class NvmeSlab:
         self.reclaim: Callable[[], bool] | None = None
         """Waits for one release in flight; False if there is none. Set by the owner of the lanes."""
         self.if_full = RAISE_BUDGET
-        """Advice for that case, in the words of whoever set `nbytes`."""
+        """Advice in the error for a full slab, worded by whoever set `nbytes`."""
         self.first_failure: SpillwayError | None = None
-        """Of a write."""
+        """The first failure of a write."""
         self._host, self._tell, self._planned, self._clock = host, tell, planned, clock
         self._faults: Counter[str] = Counter()
         self._told: set[str] = set()
@@ -240,11 +241,11 @@ class NvmeSlab:
         except BaseException:
             self._close_files()
             raise
-        # Two threads a device, because lanes read and write at the same time.
+        # Two threads per device, because lanes read and write at the same time.
         self._threads = ThreadPoolExecutor(2 * len(places), "spill-device") if len(places) > 1 else None
 
     def allocate(self, nbytes: int, label: str) -> NvmeExtent:
-        """An extent of `nbytes`. Waits for releases in flight before it raises SpillVolumeFull."""
+        """Returns an extent of `nbytes`. Waits for releases in flight before it raises SpillVolumeFull."""
         pieces = obtain(lambda: self._place(round_up(max(nbytes, 1)), label), self.reclaim)
         if pieces is None:
             self._refuse(nbytes, label)
@@ -254,10 +255,11 @@ class NvmeSlab:
     def write_batch(
         self, writes: Sequence[tuple[Address, Tensor, str]], source: Buffer | None = None, *, copies: bool = True
     ) -> list[Stored]:
-        """Write each (address, uint8 tensor in whole blocks, label); returns what reads them back.
+        """Writes each (address, uint8 tensor in whole blocks, label); returns the arguments that read them back.
 
-        What a device refuses stays in host memory: in `source`, which has all bytes of one extent and becomes its home,
-        or as a copy. Raises SpillIOError or SpillVolumeFull where there is no room for one, or without `copies`.
+        Bytes that a device refuses stay in host memory: in `source`, which has all bytes of one extent and becomes its
+        home, or in a copy. Raises SpillIOError or SpillVolumeFull if there is no room for the copy, or if `copies` is
+        False.
         """
         parts = [
             DevicePart(request, piece.device, offset, run, label)
@@ -268,7 +270,7 @@ class NvmeSlab:
         checksums, errors = self._on_every_device(parts, self._write_to)
         newly_retired = [device for device, error in errors.items() if self._retires(device, error)]
         if not copies:
-            self._say_survived(errors, newly_retired)  # the caller has the bytes
+            self._say_survived(errors, newly_retired)  # the caller still has the bytes
         stored: list[Stored] = []
         for request, (address, tensor, label) in enumerate(writes):
             own = [part for part in parts if part.request == request]
@@ -284,8 +286,8 @@ class NvmeSlab:
         return stored
 
     def read_batch(self, reads: Sequence[tuple[Stored, Tensor, str]]) -> None:
-        """Fill each tensor with what was stored. Raises SpillIOError for bytes that do not come back as they were
-        written: never zeros, never others."""
+        """Fills each tensor with its stored bytes. Raises SpillIOError for bytes that do not come back as they were
+        written: never returns zeros or other bytes."""
         parts: list[DevicePart] = []
         for request, (stored, tensor, label) in enumerate(reads):
             if isinstance(stored, Kept):
@@ -301,7 +303,7 @@ class NvmeSlab:
                 raise errors[part.device]
 
     def redirect(self, label: str, where: str) -> None:
-        """`label` goes to `where` instead of here, because of what went wrong before."""
+        """Reports that `label` goes to `where` instead of this slab, because of an earlier fault."""
         self._count(REDIRECTED)
         self._say(
             f"redirected to {where}",
@@ -310,7 +312,7 @@ class NvmeSlab:
 
     @property
     def survives(self) -> bool:
-        """Whether a write that fails is survived where its bytes have a place."""
+        """Whether the run survives a failed write if there is memory for its bytes."""
         return self._host is not None
 
     @property
@@ -320,7 +322,7 @@ class NvmeSlab:
 
     @property
     def is_slow(self) -> bool:
-        """True when no device is as fast as the plan needs it: spills better go to host memory where there is room."""
+        """True when no device is as fast as the plan needs: spills should then go to host memory while it has room."""
         return all(d.writes.is_slow or d.reads.is_slow for d in self._devices if not d.writes.is_retired)
 
     def host_has_room(self, nbytes: int) -> bool:
@@ -328,12 +330,12 @@ class NvmeSlab:
         return self._host is not None and self._host.largest_free_bytes >= nbytes
 
     def faults(self) -> dict[str, int]:
-        """What went wrong and was survived so far, by kind."""
+        """Returns the number of faults survived so far, by kind."""
         return dict(self._faults)
 
     def give_back(self, nbytes: int) -> int:
-        """Shrinks by `nbytes`, divided among the devices, or by what is free of them; returns by how much. Bytes in use
-        do not move."""
+        """Shrinks by `nbytes`, divided among the devices, or by less if not so much is free; returns by how much. Bytes
+        in use do not move."""
         left = nbytes
         by_room = sorted(self._devices, key=lambda each: each.extents.capacity_bytes - each.extents.held_bytes)
         for num_before, device in enumerate(by_room):
@@ -346,14 +348,14 @@ class NvmeSlab:
         return nbytes - left
 
     def close(self) -> None:
-        """End the threads and free the bytes. No batch may be under way. Idempotent."""
+        """Ends the threads and frees the bytes. No batch may be in progress. Idempotent."""
         if self._threads is not None:
             self._threads.shutdown()
         self._close_files()
 
     @property
     def backend(self) -> str:
-        """The I/O engine in use, and how many devices it drives when there are several."""
+        """The I/O engine in use, and the number of devices if there are several."""
         several = f" x{len(self._devices)}" if len(self._devices) > 1 else ""
         return f"{self._devices[0].file.backend}{several}"
 
@@ -383,7 +385,7 @@ class NvmeSlab:
     # --- where bytes go -----------------------------------------------------------------------------------------------
 
     def _place(self, nbytes: int, label: str) -> list[ExtentPiece] | None:
-        """Pieces of `nbytes` on devices that take writes, quick ones first; None when there is no room."""
+        """Returns pieces of `nbytes` in all on devices that take writes, fast ones first; None if there is no room."""
         self._check_process()
         usable = [device for device in self._devices if not device.writes.is_retired]
         quick = [device for device in usable if not device.writes.is_slow] or usable
@@ -424,8 +426,8 @@ class NvmeSlab:
     def _on_every_device(
         self, parts: Sequence[DevicePart], move: Callable[[Device, Sequence[DevicePart]], list[int]]
     ) -> tuple[dict[int, int], dict[Device, SpillwayError]]:
-        """Every device moves its own parts, all at the same time. Returns what `move` returned, by part, and the errors
-        of devices that failed."""
+        """Has every device move its own parts, all at the same time. Returns the results of `move` by part, and the
+        errors of devices that failed."""
         self._check_process()
         shares: dict[Device, list[DevicePart]] = {}
         for part in parts:
@@ -462,7 +464,8 @@ class NvmeSlab:
     # --- what went wrong ----------------------------------------------------------------------------------------------
 
     def _is_kept(self, address: Address, nbytes: int) -> bool:
-        """Whether these bytes go to host memory without a try: they have a place there, or a device is retired."""
+        """Whether these bytes go to host memory without an attempt to write them: because they already have a place
+        there, or because one of their devices is retired."""
         extent = address.extent
         return address.offset in extent.kept or any(
             piece.device.writes.is_retired for piece in extent.pieces_of(address.offset, nbytes)
@@ -478,7 +481,8 @@ class NvmeSlab:
         *,
         copies: bool,
     ) -> Kept:
-        """Host memory has the bytes from now on. Raises `error`, or that of the first failure, where it has no room."""
+        """Keeps the bytes in host memory from now on. If it has no room, raises `error`, or the error of the first
+        failure."""
         extent = address.extent
         if source is not None and self._host is not None:
             extent.live_in(source)
@@ -494,7 +498,7 @@ class NvmeSlab:
         return kept
 
     def no_room_left(self, what: str) -> SpillwayError:
-        """The error of a step that fails because `what` had to stay in memory after the first failure."""
+        """Returns the error of a step that fails because `what` had to stay in memory after the first failure."""
         first = self.first_failure
         assert first is not None, "a device is retired by a failure"
         return type(first)(
@@ -504,13 +508,13 @@ class NvmeSlab:
         )
 
     def forget(self, kept: Iterable[Kept]) -> None:
-        """Free what an extent had here. Safe in a destructor."""
+        """Frees the host memory in which an extent's bytes were kept. Safe in a destructor."""
         for each in kept:
             if self._host is not None and not each.is_lent:
                 self._host.free(each.memory)
 
     def _retires(self, device: Device, error: SpillwayError) -> bool:
-        """Take note of a failed write; whether `device` takes no more from now on."""
+        """Records a failed write; returns whether it retires `device`."""
         with self._lock:
             self.first_failure = self.first_failure or error
             before = device.writes
@@ -521,7 +525,7 @@ class NvmeSlab:
 
     def _say_survived(self, errors: Mapping[Device, SpillwayError], newly_retired: Sequence[Device]) -> None:
         if self._host is None:
-            return  # it is the step's error, and told as such
+            return  # it is the step's error, and reported as such
         for error in errors.values():
             self._count(WRITE_FAILED)
             self._tell(f"spill: {error}. Its bytes stay in host memory, and that part of the file is not used again")
@@ -562,7 +566,7 @@ class NvmeSlab:
             self._faults[kind] += 1
 
     def _say(self, what: str, line: str) -> None:
-        """`line`, once for `what`."""
+        """Reports `line`, once per `what`."""
         with self._lock:
             if what in self._told:
                 return
@@ -583,7 +587,7 @@ class NvmeSlab:
 
 
 def runs(address: Address, tensor: Tensor) -> Iterator[tuple[ExtentPiece, int, Tensor]]:
-    """The parts of `tensor` by piece of the extent: (piece, offset in its device's file, part)."""
+    """Yields the parts of `tensor` by piece of the extent: (piece, offset in its device's file, part)."""
     end = address.offset + tensor.numel()
     for piece in address.extent.pieces_of(address.offset, tensor.numel()):
         first, last = max(piece.start, address.offset), min(piece.start + piece.nbytes, end)
@@ -596,8 +600,8 @@ def take(device: Device, nbytes: int, start: int, label: str) -> ExtentPiece | N
 
 
 def divided(nbytes: int, weights: Sequence[float]) -> list[int]:
-    """`nbytes`, whole blocks, in shares by weight, whole blocks too; equal ones while a weight is unknown (0). No share
-    is more than four times an equal one, whatever was measured."""
+    """Divides `nbytes`, whole blocks, into shares of whole blocks in proportion to `weights`; equal shares if a weight
+    is unknown (0). A weight counts as at most four times the smallest, whatever was measured."""
     known = weights if all(weights) else [1.0] * len(weights)
     bounded = [min(weight, 4.0 * min(known)) for weight in known]
     sizes, left, total = [], nbytes, sum(bounded)

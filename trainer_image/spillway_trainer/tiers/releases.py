@@ -1,4 +1,4 @@
-"""Releases: freed memory that operations may still use, waiting for their events."""
+"""Releases: memory that was freed but that operations may still use, with the events to wait for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Memory = TypeVar("Memory")
 
 
 class Awaited(Protocol):
-    """What a release waits for: an event of the lanes."""
+    """An event of the lanes that a release waits for."""
 
     @property
     def done(self) -> bool: ...
@@ -21,7 +21,7 @@ class Awaited(Protocol):
 
 
 class Droppable(Protocol):
-    """Memory that can be given up: a region of the lanes."""
+    """A region of the lanes whose memory can be given up."""
 
     def poison(self) -> None: ...
 
@@ -29,10 +29,10 @@ class Droppable(Protocol):
 
 
 class Releases:
-    """Drops a released region when the last event of its release is complete.
+    """Drops a released region once every event of its release is complete.
 
     `add` may run in a destructor, which the garbage collector can start inside any other call of the same thread. So
-    the lock is re-entrant, is never held while waiting, and what runs under it takes no other lock.
+    the lock is re-entrant and never held while waiting, and code that runs under it takes no other lock.
     """
 
     def __init__(self, *, poisons: bool = False) -> None:
@@ -42,7 +42,7 @@ class Releases:
         self._lock = threading.RLock()
 
     def add(self, region: Droppable, after: Sequence[Awaited]) -> None:
-        """Drop `region` once every event in `after` is complete; now, when they already are."""
+        """Drops `region` once every event in `after` is complete, at once if they already are."""
         for event in after:
             if not event.done:
                 break
@@ -50,22 +50,23 @@ class Releases:
             self._drop(region)
             return
         number = next(self._numbers)
-        # Entered first, looked at then: an event that completes in between finds it in the sweep that follows.
+        # The entry is added before its events are checked, so that an event that completes in between finds it in its
+        # sweep.
         self._pending[number] = (region, after)
         self._drop_if_done(number)
 
     def sweep(self) -> None:
-        """Drop every pending region whose events are complete. An event is marked done before the sweep it causes."""
+        """Drops every pending region whose events are complete. An event is marked done before the sweep it causes."""
         for number in list(self._pending):
             self._drop_if_done(number)
 
     def wait_for_one(self) -> bool:
-        """Wait until the oldest pending region is dropped; False when nothing is pending and no drop is under way.
+        """Waits until the oldest pending region is dropped; False if nothing is pending and no drop is in progress.
 
-        An operation that failed is complete, too: its error is raised by whoever waits for its result.
+        A failed operation counts as complete: whoever waits for its result gets its error.
         """
         with self._lock:
-            numbers = list(self._pending)  # copied at once: `add` takes no lock, and may come between two steps of ours
+            numbers = list(self._pending)  # one atomic copy: `add` takes no lock and may run at any point here
         if not numbers:
             return False
         number = numbers[0]
@@ -91,9 +92,10 @@ class Releases:
 
 
 def obtain(attempt: Callable[[], Memory | None], reclaim: Callable[[], bool] | None) -> Memory | None:
-    """What `attempt` returns, tried again after each release in flight that `reclaim` waits for; None when none helped.
+    """Returns the result of `attempt`, repeated after each release in flight that `reclaim` waits for; None if all
+    fail.
 
-    The last try comes after the last refusal of `reclaim`: another thread may have dropped memory just before it.
+    After `reclaim` returns False there is one last attempt: another thread may have dropped memory just before.
     """
     while (memory := attempt()) is None:
         if reclaim is None or not reclaim():

@@ -1,9 +1,10 @@
 """SpillFile: one unlinked, preallocated file per device and rank, written and read in batches.
 
-The file is scratch. It has no name (O_TMPFILE, or created and unlinked at once), so that whatever ends the process
-frees its bytes; in a pod's emptyDir it keeps one, because the kubelet counts only what it can list, and the volume ends
-with the pod. It is allocated in full before the first write, so that a full volume is an error at the start and not
-in step 812; it is never synced. A read returns the bytes that were written or raises: never zeros, never other bytes.
+The file is scratch. It has no name (O_TMPFILE, or created and unlinked at once), so that its bytes are freed however
+the process ends. In a pod's emptyDir it keeps a name, because the kubelet counts only files that it can list, and the
+volume ends with the pod. It is allocated in full before the first write, so that a full volume is an error at the start
+and not in step 812. It is never synced. A read returns the bytes that were written or raises: never zeros, never other
+bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from ..kernels import native
 from ..kernels.io_engine import Direction, IoEngine, IoRequest, PythonEngine, SystemCall, TransferFailure
 
 BLOCK_BYTES = 4096
-"""Offsets, sizes and addresses of transfers are multiples of this: what O_DIRECT asks for on every common device."""
+"""Offsets, sizes and addresses of transfers are multiples of this, as O_DIRECT requires on every common device."""
 _ZEROS_BYTES = 4 << 20
 _VOLUME_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WHAT_HELPS = {
     errno.EDQUOT: "raise the quota of this user or project, which is used up even if the disk has free space",
     errno.EFBIG: "use more directories, because the file system allows no file of this size",
 }
-"""Other than freeing space."""
+"""Advice where freeing space does not help, by errno."""
 _PUNCH_HOLE = 0x01 | 0x02
 """linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE."""
 _BAD_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
@@ -45,7 +46,7 @@ _NO_O_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR)
 
 
 class Write(NamedTuple):
-    """Bytes to write: a uint8 CPU tensor, address and size multiples of BLOCK_BYTES."""
+    """Bytes to write: a uint8 CPU tensor whose address and size are multiples of BLOCK_BYTES."""
 
     offset: int
     tensor: Tensor
@@ -53,7 +54,7 @@ class Write(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Where bytes go to, and the checksum that `write_batch` returned for them."""
+    """The tensor to read into, and the checksum that `write_batch` returned for these bytes."""
 
     offset: int
     tensor: Tensor
@@ -62,12 +63,13 @@ class Read(NamedTuple):
 
 
 class SpillFile:
-    """`nbytes` (rounded up to whole blocks) of scratch on the volume of `directory`; `num_threads` transfers at a time.
+    """A scratch file of `nbytes` (rounded up to whole blocks) on the volume of `directory`, with `num_threads`
+    transfers at a time.
 
-    Raises UserError for a directory that is absent or not writable, SpillVolumeFull when the bytes are not there; in
-    both cases nothing is left behind. `listed`: the file has a name until it is closed, and longer if the process is
-    killed. `descriptor`: that of a file of this size which another process has made, and frees. `call` takes the place
-    of pread and pwrite in fault tests.
+    Raises UserError if the directory is absent or not writable, and SpillVolumeFull if the volume has no room; in both
+    cases nothing is left behind. `listed`: the file has a name until it is closed, which remains if the process is
+    killed. `descriptor`: that of a file of this size which another process made and will free. `call` replaces pread
+    and pwrite in fault tests.
     """
 
     def __init__(
@@ -104,18 +106,19 @@ class SpillFile:
 
     @property
     def descriptor(self) -> int:
-        """For a child that shares the file."""
+        """The file descriptor, for a child process that shares the file."""
         return self._file
 
     @property
     def backend(self) -> str:
-        """How bytes move: "threads" or "python", then "+O_DIRECT" or "+buffered"."""
+        """How bytes are transferred: "threads" or "python", then "+O_DIRECT" or "+buffered"."""
         return f"{self._engine.name}+{'O_DIRECT' if self.is_direct else 'buffered'}"
 
     def write_batch(self, requests: Sequence[Write | tuple[int, Tensor] | tuple[int, Tensor, str]]) -> list[int]:
-        """Write all, in any order, and return the checksum of each, when all are done.
+        """Writes all requests, in any order; returns their checksums when all are done.
 
-        Raises SpillVolumeFull or SpillIOError for the first that failed; the extents of a failed batch hold anything.
+        Raises the SpillVolumeFull or SpillIOError of the first request that failed; the extents of a failed batch have
+        undefined contents.
         """
         named = [Write(*request) for request in requests]
         transfers = [IoRequest(request.offset, request.tensor) for request in named]
@@ -123,17 +126,17 @@ class SpillFile:
         return [transfer.checksum for transfer in transfers]
 
     def read_batch(self, requests: Sequence[Read | tuple[int, Tensor, int, str]]) -> None:
-        """Read all, in any order; returns when every byte has arrived and every checksum is right.
+        """Reads all requests, in any order; returns when every byte has arrived and every checksum is right.
 
-        Raises SpillIOError for the first that failed; then no tensor of the batch may be used.
+        Raises the SpillIOError of the first request that failed; then no tensor of the batch may be used.
         """
         named = [Read(*request) for request in requests]
         transfers = [IoRequest(request.offset, request.tensor, request.checksum) for request in named]
         self._perform(Direction.READ, transfers, [request.label for request in named])
 
     def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Returns the bytes of these (offset, size) to the volume: the end of the file is truncated, the rest becomes
-        holes. No transfer may use them any more. Raises SpillIOError."""
+        """Returns the bytes of these (offset, size) runs to the volume: a run at the end of the file is truncated, any
+        other becomes a hole. No transfer may use them afterwards. Raises SpillIOError."""
         for offset, nbytes in sorted(runs, reverse=True):
             try:
                 if offset + nbytes == self.nbytes:
@@ -151,7 +154,7 @@ class SpillFile:
                 ) from error
 
     def close(self) -> None:
-        """End the threads and free the bytes. No batch may be under way. Idempotent."""
+        """Ends the threads and frees the bytes. No batch may be in progress. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._engine.close()
@@ -214,7 +217,7 @@ class SpillFile:
 
 
 def _open(directory: Path, path: Path | None) -> tuple[int, bool]:
-    """An empty file, nameless or at `path`, and whether it does O_DIRECT."""
+    """Opens an empty file, nameless or at `path`; returns it and whether it supports O_DIRECT."""
     try:
         direct = _open_direct(directory, path)
         return (_open_empty(directory, path, 0), False) if direct is None else (direct, True)
@@ -223,7 +226,8 @@ def _open(directory: Path, path: Path | None) -> tuple[int, bool]:
 
 
 def _open_direct(directory: Path, path: Path | None) -> int | None:
-    """None where the file system refuses: tried by a real transfer, since open(2) alone promises nothing."""
+    """Opens the file with O_DIRECT; None if the file system does not support it. A real transfer decides, because
+    open(2) may succeed where transfers fail."""
     file = None
     try:
         file = _open_empty(directory, path, os.O_DIRECT)
@@ -269,7 +273,7 @@ def _open_error(directory: Path, error: OSError) -> SpillwayError:
 
 def _preallocate(file: int, directory: Path, nbytes: int) -> None:
     refuse_beyond_the_process_limit(directory, nbytes)
-    # Asked first, because an allocation that fails has filled the volume for everybody until it is undone.
+    # Checked first, because an allocation that fails fills the volume for everybody until it is undone.
     if nbytes > _free_bytes(directory):
         raise _volume_full(directory, nbytes, errno.ENOSPC, "the spill file")
     try:
@@ -278,7 +282,7 @@ def _preallocate(file: int, directory: Path, nbytes: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            _write_zeros(file, nbytes)  # no fallocate(2) here, and glibc's substitute cannot write to O_DIRECT files
+            _write_zeros(file, nbytes)  # no fallocate(2) here, and glibc's emulation cannot write to O_DIRECT files
     except OSError as error:
         with suppress(OSError):
             os.ftruncate(file, 0)
@@ -290,7 +294,8 @@ def _preallocate(file: int, directory: Path, nbytes: int) -> None:
 
 
 def refuse_beyond_the_process_limit(directory: Path, nbytes: int) -> None:
-    """Raises SpillVolumeFull for a file larger than this process may write, however much the volume has free."""
+    """Raises SpillVolumeFull if `nbytes` exceeds the file size that this process may write, whatever space the volume
+    has."""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if most == resource.RLIM_INFINITY or nbytes <= most:
         return
@@ -313,7 +318,7 @@ def _write_zeros(file: int, nbytes: int) -> None:
 
 
 def _punch_hole(file: int, offset: int, nbytes: int) -> None:
-    """fallocate(2), which Python does not have."""
+    """Calls fallocate(2), which Python does not provide."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if fallocate(file, _PUNCH_HOLE, offset, nbytes):
@@ -329,7 +334,7 @@ def _free_bytes(directory: Path) -> int:
 def _volume_full(
     directory: Path, wanted: int, os_error: int, label: str, *, offset: int | None = None
 ) -> SpillVolumeFull:
-    """`offset`: of the file, where a write found it so."""
+    """`offset`: the position in the file of the write that found the volume full."""
     free = _free_bytes(directory)
     where = "" if offset is None else f" at offset {offset}"
     return SpillVolumeFull(

@@ -1,8 +1,9 @@
-"""Decides what failed writes and slow transfers of a spill device lead to. Pure: no clock, no device.
+"""Decides how the trainer responds to failed writes and slow transfers of a spill device. Pure: no clock, no device.
 
-A write that fails leaves its bytes in host memory (nvme_slab.py), and its extent is never used again. When it says that
-there is no room, or was the third, the device takes no writes any more. A device that is slow for 10 seconds on end has
-later spills prefer host memory; as soon as a transfer is quick again, they do no longer.
+A write that fails leaves its bytes in host memory (nvme_slab.py), and its extent is never used again. The device is
+retired, so that it takes no more writes, if the error says that there is no room or that the device is gone, or at the
+third failed write. If a device is slow for 10 seconds without a break, later spills prefer host memory until a transfer
+is fast again.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ from dataclasses import dataclass, replace
 from spillway.errors import SpillVolumeFull, SpillwayError
 
 MAX_BAD_EXTENTS = 3
-"""Failed writes that retire a device: one may be a bad block, this many are not."""
+"""Number of failed writes that retire a device: one may be a bad block, this many are not."""
 SLOW_FACTOR = 5.0
 """A transfer is slow if it takes this many times its planned time."""
 SLOW_SECONDS = 10.0
 """Seconds of consecutive slow transfers before spills are redirected: a drive that collects garbage pauses for less."""
 GONE = (errno.ENODEV, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.EBADF)
-"""No later write can succeed."""
+"""Values of errno after which no later write can succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceHealth:
-    """What is known of one device. A retired device takes no writes; what it holds can still be read."""
+    """The state of one device. A retired device takes no writes, but its contents can still be read."""
 
     num_bad_extents: int = 0
     is_retired: bool = False
     slow_seconds: float = 0.0
-    """Of consecutive transfers, each slower than the plan's rate by SLOW_FACTOR."""
+    """Seconds of the current run of consecutive transfers that each took more than SLOW_FACTOR times their planned
+    time."""
 
     @property
     def is_slow(self) -> bool:
@@ -40,7 +42,7 @@ HEALTHY = DeviceHealth()
 
 
 def after_failed_write(health: DeviceHealth, error: SpillwayError) -> DeviceHealth:
-    """One more extent that cannot be written. A volume without room, or one that is gone, is retired at once."""
+    """Returns the health after one more failed write. A volume that is full or gone is retired at once."""
     num_bad = health.num_bad_extents + 1
     is_lost = isinstance(error, SpillVolumeFull) or error.details.get("errno") in GONE
     return replace(
@@ -49,6 +51,7 @@ def after_failed_write(health: DeviceHealth, error: SpillwayError) -> DeviceHeal
 
 
 def after_transfer(health: DeviceHealth, nbytes: int, seconds: float, planned_bytes_per_second: float) -> DeviceHealth:
-    """`nbytes` took `seconds`. A planned rate of 0 is unknown: nothing is slow."""
+    """Returns the health after a transfer of `nbytes` in `seconds`. A planned rate of 0 is unknown, and then nothing is
+    slow."""
     planned = nbytes / planned_bytes_per_second if planned_bytes_per_second > 0.0 else float("inf")
     return replace(health, slow_seconds=health.slow_seconds + seconds if seconds > SLOW_FACTOR * planned else 0.0)

@@ -9,12 +9,12 @@ from spillway.errors import UserError
 from ..cgroup import read_text
 
 IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems; newer kernels have O_DIRECT on them, too."""
+"""File systems that keep files in memory. O_DIRECT does not tell them apart: newer kernels support it on these, too."""
 MOUNTS = Path("/proc/self/mounts")
 
 
 def refuse_memory(directory: Path, said: str, advice: str = "name a directory on a disk") -> None:
-    """Raises UserError, starting with `said`, for a spill directory in memory."""
+    """Raises UserError, whose message starts with `said`, if the spill directory is in memory."""
     kind = memory_kind(directory)
     if kind:
         raise UserError(
@@ -23,13 +23,14 @@ def refuse_memory(directory: Path, said: str, advice: str = "name a directory on
 
 
 def memory_kind(directory: Path) -> str:
-    """The file system of `directory` if it is in memory, else ""."""
+    """Returns the file system of `directory` if it is in memory, else ""."""
     kind = file_system(directory.resolve(), read_text(MOUNTS))
     return kind if kind in IN_MEMORY else ""
 
 
 def file_system(directory: Path, mounts: str) -> str:
-    """The kind that /proc/mounts names for the nearest mount above `directory`, an absolute path."""
+    """Returns the file system type that `mounts` (the text of /proc/mounts) gives for the nearest mount at or above
+    `directory`, an absolute path."""
     kinds = {}
     for line in mounts.splitlines():
         _, point, kind, *_ = line.split()

@@ -1,4 +1,5 @@
-"""`python -m spillway.api.crd` writes crds/, `--check` compares; from the root of the repository."""
+"""`python -m spillway.api.crd` writes crds/; with `--check` it compares instead. Run it in the root of the
+repository."""
 
 import sys
 

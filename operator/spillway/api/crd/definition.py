@@ -1,6 +1,6 @@
 """The CustomResourceDefinitions: a structural schema for each kind, with the rules of rules.py.
 
-References are inlined, bounds kept, defaults only where they are static.
+References are inlined and bounds are kept. A field has a default only if the default does not depend on other fields.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_FIELD = "Not a field any more"
 # --- kinds ------------------------------------------------------------------------------------------------------------
 
 Column = tuple[str, str, str, int, str]
-"""Name, JSON path, type, priority (1: only with -o wide), description."""
+"""A printer column: name, JSON path, type, priority (1: shown only with -o wide), description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,8 @@ def _object_schema(kind: Kind) -> Schema:
 
 
 def _add_command(spec: Schema) -> None:
-    """What a script has in place of a model, its data and training, which are needed by a rule then."""
+    """Adds `command`, which a script sets instead of model, data and training. The schema then no longer requires these
+    three; a rule requires them where there is no command."""
     properties = spec["properties"]
     del spec["required"]
     first = {name: properties.pop(name) for name in ("model", "data", "training")}
@@ -226,8 +227,9 @@ def _add_command(spec: Schema) -> None:
 
 
 def _add_earlier(spec: Schema) -> None:
-    """Fields of earlier schemas (earlier.py): stored objects keep them, a new value is rejected. They have the types of
-    the fields that they became, without which the API server would not see that a value is the one that was there."""
+    """Adds the fields of earlier schemas (earlier.py): stored objects keep them, but a new value is rejected. Each has
+    the type of the field that replaced it; without the type, the API server could not tell that a stored value is
+    unchanged."""
     for old, new in MOVED.items():
         owner, _, name = old.rpartition(".")
         _properties(spec, owner)[name] = _bare(_node(spec, new)) | _rejected(problem_of_earlier(old) or "")
@@ -255,7 +257,7 @@ def _properties(spec: Schema, path: str) -> Schema:
 
 
 def _bare(schema: Schema) -> Schema:
-    """Types, bounds and descriptions."""
+    """The schema with its types, bounds and descriptions only: without defaults, required fields and rules."""
     left = ("default", "required", "x-kubernetes-validations", "x-kubernetes-list-map-keys")
     made = {key: value for key, value in schema.items() if key not in left}
     if "x-kubernetes-list-type" in made:
@@ -310,7 +312,8 @@ _COMPARED = {Gt: (">", "gt", "more than"), Ge: (">=", "ge", "at least"), Lt: ("<
 
 
 def _bounds(annotation: Any, path: str, metadata: Sequence[Any] = ()) -> Iterator[tuple[str, list[Schema]]]:
-    """Rules for the bounds of floats, which are strings in a manifest: path, rules."""
+    """Yields (path, rules) for each float that has bounds. Floats are strings in a manifest, so rules must check their
+    bounds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         for field_ in annotation.model_fields.values():
             yield from _bounds(field_.annotation, f"{path}.{field_.alias}", field_.metadata)
@@ -333,7 +336,7 @@ def _bounds(annotation: Any, path: str, metadata: Sequence[Any] = ()) -> Iterato
 
 
 def _optional(properties: Schema) -> Schema:
-    """The same fields, none of them required or with a default: what a member leaves out is as in the job."""
+    """The same fields without `required` and defaults: a field that a member leaves out has the job's value."""
     made = {}
     for name, schema in properties.items():
         made[name] = {key: value for key, value in schema.items() if key not in ("required", "default")}
@@ -344,7 +347,7 @@ def _optional(properties: Schema) -> Schema:
 
 
 def _resolved(schema: Schema, definitions: Schema) -> Schema:
-    """Follow $ref and `X | null`: an absent field and null are the same to the API server."""
+    """Resolves $ref, and reduces `X | null` to X, because the API server treats null like an absent field."""
     while "$ref" in schema or "anyOf" in schema:
         outer = {key: value for key, value in schema.items() if key not in ("$ref", "anyOf")}
         if "$ref" in schema:
@@ -356,7 +359,7 @@ def _resolved(schema: Schema, definitions: Schema) -> Schema:
 
 
 def _described(schema: Schema) -> Schema:
-    """Description with the default's value, and the default itself where it is static."""
+    """The description, which states the default, and the default itself if it does not depend on other fields."""
     made: Schema = {}
     text, default = " ".join(schema.get("description", "").split()), _as_yaml(schema, schema.get("default"))
     if schema.get("type") == "object" and isinstance(default, dict) and "properties" in schema:
@@ -372,7 +375,7 @@ def _described(schema: Schema) -> Schema:
 
 
 def _as_yaml(schema: Schema, default: Any) -> Any:
-    """Numbers are strings in the manifest."""
+    """A default as a manifest spells it, where floats are strings."""
     if isinstance(default, list):
         return [_as_yaml(schema.get("items", {}), value) for value in default]
     return quoted(default) if isinstance(default, float) else default
@@ -383,7 +386,7 @@ def _shown(value: object) -> str:
 
 
 def _typed(schema: Schema) -> Schema:
-    """Type and bounds in the words of a structural schema."""
+    """Type and bounds, in the keywords of a structural schema."""
     if schema.get("x-kubernetes-int-or-string"):
         bounds: Schema = {key: schema[key] for key in ("pattern", "maxLength", "minimum") if key in schema}
         return {
@@ -408,18 +411,18 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-# PyYAML takes 1e-08 for a string and leaves it bare; every other YAML parser takes it for a number.
+# PyYAML takes 1e-08 for a string and writes it without quotes, but every other YAML parser reads it as a number.
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[0-9]+[eE][-+]?[0-9]+$"), list("0123456789"))
 
 
 def text(kind: Kind = TRAINING_JOB) -> str:
-    """The file's contents."""
+    """The contents of the kind's file in crds/."""
     body = yaml.dump(definition(kind), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
     return f"# Generated from operator/spillway/api/training_job.py by `make crds`. Do not edit.\n{body}"
 
 
 def main(arguments: list[str]) -> int:
-    """Write the files, or with --check say which are out of step; run from the root of the repository."""
+    """Writes the files or, with --check, reports those that are out of date. Must run in the root of the repository."""
     if "--check" not in arguments:
         DIRECTORY.mkdir(exist_ok=True)
         for kind in KINDS:

@@ -1,6 +1,6 @@
-"""Rules in CEL that the CustomResourceDefinitions have beside their schemas: immutability, unions, divisibility.
+"""CEL rules that the CustomResourceDefinitions have in addition to their schemas: immutability, unions, divisibility.
 
-`load_job` says the same with better words.
+`load_job` checks the same and words its messages better.
 """
 
 from __future__ import annotations
@@ -40,7 +40,15 @@ from spillway.api.limits import (
     TOKENS_NEED_SOURCE,
 )
 from spillway.api.memory import Parallelism
-from spillway.api.model import CHAT_EVALUATES_CHAT, FETCHED_BELOW, FETCHED_ON_CLAIM, TEXT_EVALUATES_NO_CHAT, Data, Model
+from spillway.api.model import (
+    CHAT_EVALUATES_CHAT,
+    FETCHED_BELOW,
+    FETCHED_ON_CLAIM,
+    PACKING_NEEDS_CHATS,
+    TEXT_EVALUATES_NO_CHAT,
+    Data,
+    Model,
+)
 from spillway.api.operator_config import CONFIG_NAME
 from spillway.api.pod import ASSIGNED_BY_CLUSTER, FIXED_WITHOUT_PLAN, ONLY_CLAIMS_ARE_WRITTEN, REQUESTED_BY_PLAN
 from spillway.api.rejections import NOT_YET
@@ -67,9 +75,9 @@ REQUIRED = "this field is required (or command, to run a script)"
 
 
 def cel(rule: str, message: str, shown: str = "", values: str = "", at: str = "") -> Schema:
-    """A validation rule. `message` says what is allowed; `shown` does so with the `values` found (CEL, separated by
-    commas) in place of %s and %d. The API server rejects texts joined in other ways, because it cannot bound their
-    cost. `at` is the wrong field below this one."""
+    """A validation rule. `message` says what is allowed. `shown` says the same as a template whose %s and %d stand for
+    the `values` found (CEL, separated by commas). The API server rejects messages that are composed in other ways,
+    because it cannot bound their cost. `at` is the path of the wrong field below the field that has the rule."""
     made = {"rule": rule, "message": message}
     if shown:
         made["messageExpression"] = f"'{shown}'.format([{values}])"
@@ -120,7 +128,7 @@ def _no_reserved_keys(*allowed: str) -> Schema:
 
 
 def _never(path: str, problem: str) -> Schema:
-    """A field below spec that this operator never honours; other managers may."""
+    """Rejects a field below spec that this operator never honours. Jobs of other managers may set it."""
     given = {"checkpoint.resume": "self.checkpoint.resume != 'OwnOnly'"}
     rule = f"self.managedBy != '{MANAGER}' || !has(self.{path})"
     return cel(f"{rule} || !({given[path]})" if path in given else rule, problem, at=f".{path}")
@@ -130,7 +138,7 @@ _EXTENDED = (
     f"self.indexOf('/') <= {MAX_DOMAIN_LENGTH} && !self.startsWith('{QUOTA_PREFIX}') && "
     f"!self.contains('{NATIVE_RESOURCES}')"
 )
-"""CEL: not a resource of Kubernetes' own, and short enough for a quota."""
+"""CEL: the resource is not one of Kubernetes' own, and its name is short enough for a quota."""
 _LOCATION = [
     _one_of("claim", "path"),
     cel(
@@ -158,7 +166,7 @@ _SIZES = "has(self.model.config) && self.model.config"
 _LISTED = "has(self.members) && self.members.size() > 0"
 _MEMBERS = f"(has(self.search) || ({_LISTED}))"
 _BATCH_RANKS = f"({_MEMBERS} ? 1 : {_WORLD})"
-"""Of a model: a member of a sweep trains on one device."""
+"""CEL: the number of ranks that share a batch. A member of a sweep trains on one device."""
 _ADVANCED = "self.memory.advanced"
 _NO_QUEUE = "!(has(self.scheduling.queueName) && size(self.scheduling.queueName) > 0)"
 _DISABLED = "self.memory.mode == 'Disabled'"
@@ -185,6 +193,8 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
      f"for the mask"),
     ("has(self.data.chat) && !has(self.model.source)", ".data.chat", CHAT_NEEDS_SOURCE),
     ("has(self.data.tokens) && !has(self.model.source)", ".data.tokens", TOKENS_NEED_SOURCE),
+    ("self.data.packing && !has(self.model.source)", ".data.packing", CHAT_NEEDS_SOURCE),
+    ("self.data.packing && !has(self.data.chat) && !has(self.data.entrypoint)", ".data.packing", PACKING_NEEDS_CHATS),
     ("has(self.data.evaluation) && has(self.data.evaluation.chat) && !has(self.data.chat)", ".data.evaluation.chat",
      CHAT_EVALUATES_CHAT),
     ("has(self.data.evaluation) && has(self.data.evaluation.text) && has(self.data.chat)", ".data.evaluation.text",
@@ -224,9 +234,9 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
     (f"!({_OTHERS}) && {_STRATEGY}.startsWith('Zero') && has(self.model.lora)", ".model.lora",
      "does not work with parallelism.strategy Zero1, Zero2 or Zero3, which need all parameters to be trained; use Ddp "
      "or Fsdp"),
-    (f"!({_OTHERS}) && self.parallelism.device == 'Cuda' && {_WORLD} > 1 && !({_STRATEGY} in ['Auto', 'Ddp'])",
+    (f"!({_OTHERS}) && self.parallelism.device == 'Cuda' && {_WORLD} > 1 && {_STRATEGY}.startsWith('Zero')",
      ".parallelism.strategy",
-     "runs on CPUs only so far; use Ddp on Cuda devices (`spillway plan` compares all strategies)"),
+     "runs on CPUs only so far; on Cuda devices use Ddp, or Fsdp, which shards the same as Zero3"),
     (f"self.scheduling.gang == 'Required' && self.parallelism.nodes > 1 && {_NO_QUEUE}",
      ".scheduling.gang", "Required needs a queue; set scheduling.queueName (Kueue), or use Auto"),
     (f"has(self.scheduling.workloadPriorityClassName) && size(self.scheduling.workloadPriorityClassName) > 0 && "
@@ -234,7 +244,8 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
      ".scheduling.workloadPriorityClassName",
      "only applies to jobs in a queue; set scheduling.queueName, or use priorityClassName"),
 )  # fmt: skip
-"""What a run rejects for two fields together: CEL that holds when it is wrong, the field below spec, what to do."""
+"""Combinations of fields that a run rejects: CEL that is true if the combination is wrong, the field below spec, what
+to do."""
 WRONG_IN_SCRIPTS: tuple[tuple[str, str, str], ...] = (
     *((f"has(self.{name})", f".{name}", SCRIPT_TRAINS) for name in TRAINED_FIELDS),
     ("size(self.command[0]) == 0", ".command", COMMAND_IS_EMPTY),
@@ -253,7 +264,7 @@ WRONG_IN_SCRIPTS: tuple[tuple[str, str, str], ...] = (
     (f"{_STRATEGY} != 'Auto'", ".parallelism.strategy", SCRIPT_SHARDS),
     ("self.spill.encryption != 'None'", ".spill.encryption", SCRIPT_ENCRYPTS),
 )  # fmt: skip
-"""The same for a job with command: what it cannot have, and what it lacks."""
+"""The same for a job with command: fields that it cannot have, and fields that it lacks."""
 
 
 def _together(wrong: str, at: str, problem: str) -> Schema:
@@ -273,12 +284,12 @@ _LOCKED_UNLESS_SUSPENDED = {
     "memory": False, "scheduling": False, "spill": False, "checkpoint": False, "search": True, "members": True,
     "objective": True,
 }  # fmt: skip
-"""Field of a spec -> whether it may be left out."""
+"""Field of a spec that can change only while the job is suspended -> whether the field may be left out."""
 _CHANGED = ", ".join(_if_changed(name, may_lack) for name, may_lack in _LOCKED_UNLESS_SUSPENDED.items())
 
 
 def _owners_of_rule_fields() -> dict[str, list[str]]:
-    """Field of training.optimizer that not all rules have -> names of those that do."""
+    """Field of training.optimizer that only some update rules have -> names of those rules."""
     owners = {to_camel(name): [rule.value for rule in UpdateRule if name in rule.defaults] for name in RULE_FIELDS}
     return {name: found for name, found in owners.items() if len(found) < len(UpdateRule)}
 
@@ -310,7 +321,7 @@ JOB_RULES: dict[str, list[Schema]] = {
         ),
         cel(
             f"!({_TRAINS}) || "
-            f"self.training.microBatchSize * {_BATCH_RANKS} < 1 || "  # refused by their minima; nothing is divided by 0
+            f"self.training.microBatchSize * {_BATCH_RANKS} < 1 || "  # minima reject this; it avoids a division by 0
             f"self.training.globalBatchSize % (self.training.microBatchSize * {_BATCH_RANKS}) == 0",
             "must be a multiple of microBatchSize x nodes x devicesPerNode",
             "%d must be a multiple of microBatchSize x nodes x devicesPerNode (%d)",
@@ -430,7 +441,7 @@ JOB_RULES: dict[str, list[Schema]] = {
     ],
     "spec.parallelism": [_immutable("parallelism", Parallelism)],
     "spec.memory": [
-        # The API server tries rules on the bare default, {}, too.
+        # The API server also evaluates rules on the bare default, {}.
         cel(
             "!has(self.mode) || self.mode != 'Disabled' || (has(self.budget) && has(self.budget.host))",
             "required with mode Disabled, because no plan computes it",
@@ -515,7 +526,7 @@ JOB_RULES: dict[str, list[Schema]] = {
     ],
     "spec.managedBy": [_immutable_text("TrainingJob")],
 }
-"""CEL by field; transition rules see the stored object as oldSelf"""
+"""CEL rules by field path. Transition rules refer to the stored object as oldSelf."""
 
 CONFIG_RULES: dict[str, list[Schema]] = {
     "": [
@@ -534,9 +545,9 @@ CONFIG_RULES: dict[str, list[Schema]] = {
 MEMBER_SECTIONS: dict[str, type[BaseModel]] = {
     f"spec.members[].{name}": section for name, section in (("model", Model), ("data", Data), ("training", Training))
 }
-"""Parts of a member with the fields of these types, all optional."""
+"""Section of a member -> type whose fields the section has, all of them optional."""
 NO_MEMBERS_FIELDS = {"spec.members[].training": ("epochs", "earlyStopping")}
-"""What no member has."""
+"""Section of a member -> fields of its type that no member has."""
 
 
 PROFILE_RULES: dict[str, list[Schema]] = {"spec.fingerprint": [_immutable_text("MemoryProfile")]}

@@ -1,1 +1,1 @@
-"""What makes several models of one job: members, the search that makes them, and successive halving."""
+"""Sweeps, jobs that train several models: their members, the search that makes members, and successive halving."""

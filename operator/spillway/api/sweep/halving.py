@@ -1,8 +1,9 @@
 """Successive halving of a sweep: which members continue to which step, which are stopped and why, and the best.
 
-Rounds stand at `objective.halving` steps, twice that, four times that, ... : each one compares members that all trained
-so long, and lets the better half go on (12 -> 6 -> 3 -> 1), as the algorithm has it (Jamieson and Talwalkar, arXiv
-1502.07943). A pure function of recorded values: a sweep that is killed and resumed decides the same again.
+Rounds are held at `objective.halving` steps, at twice as many, at four times as many, and so on. Each compares members
+that have all trained that long and lets the better half continue (12 -> 6 -> 3 -> 1), as in the algorithm of Jamieson
+and Talwalkar (arXiv 1502.07943). The decisions are a pure function of recorded values, so a sweep that is killed and
+resumed decides the same again.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ METRIC_WORDS = {"EvaluationLoss": "evaluation loss", "Loss": "loss"}
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A member of the list, in its order."""
+    """A member of the sweep, as rounds compare it."""
 
     name: str
     num_steps: int
     """Steps that it trains unless a round stops it."""
     failed: bool = False
-    """It reports no more, and no round waits for it. A round in which it reported uses its value, so that earlier
-    decisions stay valid; in any other round it ranks behind all members with a value."""
+    """A failed member reports no more values, and no round waits for it. A round for which it had reported a value uses
+    that value, so that earlier decisions stay valid; in any other round it ranks behind all members with a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a member reported of the objective."""
+    """A value of the objective that a member reported."""
 
     member: str
     step: int
@@ -54,19 +55,21 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the values that are known decide."""
+    """What follows from the values known so far."""
 
     until: Mapping[str, int]
-    """Members that are neither stopped nor failed, in the order of the list, and the step up to which each may train:
-    the next round's, where it waits for the others, or its last. A member that has reached it is parked or complete."""
+    """Member that is neither stopped nor failed, in the order of the list -> the step up to which it may train: that of
+    the next round, where it waits for the others, or its last. A member that has reached this step is parked or
+    complete."""
     stops: tuple[Stop, ...]
-    """By round, then in the order of the list."""
+    """Sorted by round, then in the order of the list."""
     best: str
-    """The best member by newest value; those that survived more rounds rank first; "": none."""
+    """Name of the best member: the one that survived the most rounds and, among equals, has the best newest value; "":
+    none."""
 
 
 def round_steps(halving: int | None, num_steps: int) -> tuple[int, ...]:
-    """Steps before the last of `num_steps` at which rounds can stand: their values must be reported.
+    """Steps before the last of `num_steps` at which rounds can be held; members must report their values there.
 
     (10, 100) -> (10, 20, 40, 80); nothing without halving.
     """
@@ -79,9 +82,9 @@ def round_steps(halving: int | None, num_steps: int) -> tuple[int, ...]:
 
 
 def standing(contenders: Sequence[Contender], values: Iterable[Value], objective: Objective) -> Standing:
-    """Decides all rounds for which `values` suffice. Of several values of one member and step the last counts, because
-    a resumed member repeats its steps. A round waits until every remaining member has a value at its step (or at its
-    last, if it trains fewer steps). `contenders` have different names."""
+    """Decides all rounds for which `values` suffice. If one member has several values for a step, the last one counts,
+    because a resumed member repeats its steps. A round waits until every remaining member has a value at the round's
+    step (or at the member's last step, if it trains fewer). Names of `contenders` must differ."""
     known: dict[str, dict[int, float]] = {one.name: {} for one in contenders}
     for one in values:
         if one.member in known:
@@ -111,8 +114,8 @@ def standing(contenders: Sequence[Contender], values: Iterable[Value], objective
 
 
 def steps_ahead(members: Iterable[MemberProgress], halving: int | None) -> dict[str, float]:
-    """Remaining steps of all members that continue. Future rounds will stop some of them, and which is unknown: steps
-    after a round count by the fraction of members that it lets continue."""
+    """Expected number of remaining steps of each member that continues. It is unknown which members future rounds will
+    stop, so steps after a round are weighted by the fraction of members that the round lets continue."""
     known = tuple(members)
     going = [one for one in known if not one.state.is_over]
     last = max((one.num_steps for one in going), default=0)
@@ -131,7 +134,7 @@ def steps_ahead(members: Iterable[MemberProgress], halving: int | None) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The values that are known, and how they compare."""
+    """The known values, and how they compare."""
 
     contenders: tuple[Contender, ...]
     values: Mapping[str, Mapping[int, float]]
@@ -141,13 +144,14 @@ class _Table:
         return min(step, one.num_steps) in self.values[one.name]
 
     def better_half(self, left: Sequence[Contender], step: int) -> list[Contender]:
-        """Of two or more, in the order of the list. Sorting is stable: of equals the earlier one is kept."""
+        """The better half of two or more members, in the order of the list. Sorting is stable: of equal members, the
+        earlier one is kept."""
         ranked = sorted(left, key=lambda one: self._rank(self._at(one, step)))
         kept = {one.name for one in ranked[: len(ranked) // 2]}
         return [one for one in left if one.name in kept]
 
     def stops(self, left: Sequence[Contender], kept: Sequence[Contender], step: int) -> list[Stop]:
-        """Of those who are not kept and train on otherwise."""
+        """Stops of those members that are not kept and would otherwise train on."""
         best = min((self._at(one, step) for one in kept), key=self._rank)
         return [
             Stop(one.name, step, self._sentence(step, self._at(one, step), best))
@@ -156,7 +160,8 @@ class _Table:
         ]
 
     def best(self, survived: Mapping[str, int]) -> str:
-        """By newest values; failed members and values that are not finite are none."""
+        """The best member by rounds survived, then by newest value. Failed members, and values that are not finite, do
+        not count."""
         newest = {
             one.name: found[max(found)]
             for one in self.contenders
@@ -166,11 +171,11 @@ class _Table:
         return min(finite, key=lambda name: (-survived[name], self._rank(finite[name])), default="")
 
     def _at(self, one: Contender, step: int) -> float | None:
-        """None for a member that failed before this round, the worst of all."""
+        """The value of a member in a round. None, the worst of all, for a member that failed before the round."""
         return self.values[one.name].get(min(step, one.num_steps))
 
     def _rank(self, value: float | None) -> tuple[int, float]:
-        """Smaller is better."""
+        """A sort key: smaller is better."""
         if value is None or not math.isfinite(value):
             return (2 if value is None else 1, 0.0)
         return (0, value if self.objective.direction == "Minimize" else -value)

@@ -25,28 +25,29 @@ from spillway.api.model import Model
 from spillway.api.pod import Member
 from spillway.api.sweep.search_space import SearchSpace
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
-from spillway.errors import FieldProblem, InvalidJob, UserError
+from spillway.errors import FieldProblem, InvalidJob
 from spillway.units import format_quantity
 from spillway.update_rules import RULE_FIELDS, UpdateRule
 
 SECTIONS = ("model", "data", "training")
-"""Sections of the spec in which members may differ: what the numbers of a run depend on. All else is the job's."""
+"""Sections of the spec in which members may differ: those that determine the numbers of a run. All else is as in the
+job."""
 DIRECTORY = "members"
-"""Below a sweep's output and checkpoint directories, with one directory per member."""
+"""Name of the directory, below a sweep's output and checkpoint directories, that contains one directory per member."""
 _DERIVED_SIZES = ("numKeyValueHeads", "intermediateSize", "tieWordEmbeddings")
-"""Sizes of model.config whose defaults follow from others."""
+"""Sizes of model.config whose defaults depend on other fields."""
 
 
 def member_spec(spec: TrainingJobSpec, member: Member) -> TrainingJobSpec:
-    """The spec of the member's solo run. Raises InvalidJob with every field that cannot be.
+    """The spec of the member's solo run. Raises InvalidJob with every field that is wrong.
 
-    A field whose default follows another one (intermediateSize of hiddenSize, betas of the optimizer's name) and that
-    has its default in the job has that of the member's.
+    The default of some fields depends on another field (intermediateSize on hiddenSize, betas on the optimizer's name).
+    A field that has such a default in the job has the default that follows from the member's own fields.
     """
     document = spec.model_dump(
         mode="json", by_alias=True, exclude={"search", "members", "objective"}, exclude_none=True
     )
-    document["parallelism"].pop("devicesPerNode", None)  # of the sweep: a member trains on one
+    document["parallelism"].pop("devicesPerNode", None)  # the sweep's devices; a member trains on one
     _forget_derived(document, member.changes)
     for path, value in member.changes.items():
         _set(document, path, value)
@@ -57,12 +58,12 @@ def member_spec(spec: TrainingJobSpec, member: Member) -> TrainingJobSpec:
 
 
 def member_training_job(job: TrainingJob, member: Member) -> TrainingJob:
-    """The solo job: what to hand to `spillway run` for the same curve."""
+    """The solo job of a member: `spillway run` trains it along the same loss curve."""
     return job.model_copy(update={"spec": member_spec(job.spec, member)})
 
 
 def member_job(job: JobFile, member: Member) -> JobFile:
-    """job.json of the member: its spec, with its own directories. Members with one text and vocabulary share the
+    """job.json of the member: its spec, with directories of its own. Members with the same text and vocabulary share a
     corpus; others build their own."""
     spec = member_spec(job.spec, member)
     corpus, directory = _corpus_of(spec), job.corpus_directory
@@ -82,7 +83,7 @@ def member_job(job: JobFile, member: Member) -> JobFile:
 
 
 def member_directory(directory: str | PurePath, name: str) -> PurePath:
-    """Below a sweep's output directory, or its checkpoint directory."""
+    """Directory of the member `name` below a sweep's output directory, or below its checkpoint directory."""
     return PurePath(directory) / DIRECTORY / name
 
 
@@ -115,7 +116,8 @@ def _names(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
 
 
 def devices_problems(spec: TrainingJobSpec, num_devices: int) -> Iterator[FieldProblem]:
-    """Of a sweep on so many devices; a local run may have another number than devicesPerNode (--ranks)."""
+    """Problems of a sweep on `num_devices` devices, a number that may differ from devicesPerNode in a local run
+    (--ranks)."""
     if num_devices > len(spec.members):
         idle = f"each member trains on one device, so other devices would be idle; use at most {len(spec.members)}"
         yield FieldProblem("spec.parallelism.devicesPerNode", str(num_devices), idle)
@@ -124,7 +126,7 @@ def devices_problems(spec: TrainingJobSpec, num_devices: int) -> Iterator[FieldP
 
 
 def _sweep(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
-    """Members take turns on the devices of one node, each on one at a time."""
+    """Problems of the job's fields. Members take turns on the devices of one node, each on one device at a time."""
     parallelism, objective = spec.parallelism, spec.objective
     if parallelism.nodes > 1:
         yield FieldProblem("spec.parallelism.nodes", str(parallelism.nodes), MEMBERS_ON_ONE_NODE)
@@ -178,8 +180,8 @@ def _overrides(spec: TrainingJobSpec) -> Iterator[FieldProblem]:
 
 
 def _of_parameters(spec: TrainingJobSpec, search: SearchSpace, problems: Sequence[FieldProblem]) -> list[FieldProblem]:
-    """Problems of members that a search made: at the parameter that has the wrong value, else, where several fields do
-    not go together, at all parameters. The first of each."""
+    """Moves problems of members that a search made to the parameter that has the wrong value or, if several fields do
+    not go together, to the list of parameters. Keeps the first problem of each."""
     made = dict[str, FieldProblem]()
     for problem in problems:
         where, given, said = problem.path, problem.given, problem.problem
@@ -196,7 +198,8 @@ def _of_parameters(spec: TrainingJobSpec, search: SearchSpace, problems: Sequenc
 
 
 def _of_member(member: Member, problem: FieldProblem) -> FieldProblem:
-    """A problem of the member's spec, at the member's own field, else at the first section that it changes."""
+    """A problem of the member's spec: at the member's own field if that is wrong, else at the first section that the
+    member changes."""
     if any(path == problem.path or path.startswith(f"{problem.path}.") for path in member.changes):
         return problem
     section = next(name for name in SECTIONS if getattr(member, name))
@@ -213,7 +216,7 @@ def _set(document: dict[str, Any], path: str, value: object) -> None:
 
 
 def _forget_derived(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Leave out what only followed a field that the member changes."""
+    """Removes values that are only defaults derived from a field that the member changes."""
     if any(path.startswith("model.config.") for path in changes) and (config := document["model"].get("config")):
         for name in _DERIVED_SIZES:
             if config.get(name) == _default_size(config, name):
@@ -235,15 +238,15 @@ def _default_size(config: Mapping[str, Any], name: str) -> object:
 
 
 def _as_numbers(value: Any) -> tuple[float, ...]:
-    """A number of the manifest, or several, each of which may be a string."""
+    """One or several numbers of a manifest as floats; each may be written as a string."""
     if value is None:
         return ()
     return tuple(map(float, value)) if isinstance(value, list | tuple) else (float(value),)
 
 
 def named_specs(spec: TrainingJobSpec) -> dict[str, TrainingJobSpec]:
-    """Solo specs of the members by name, in their order; of a job that is no sweep itself, under "". Raises InvalidJob
-    as member_spec does."""
+    """Solo specs of the members by name, in their order; for a job that is no sweep, its own spec under "". Raises
+    InvalidJob as member_spec does."""
     return {one.name: member_spec(spec, one) for one in spec.members} or {"": spec}
 
 
@@ -252,35 +255,27 @@ def solo_specs(spec: TrainingJobSpec) -> tuple[TrainingJobSpec, ...]:
 
 
 def inspected_as(spec: TrainingJobSpec) -> str:
-    """What the sizes of a model from a source or entry point depend on, of what members may change."""
+    """A key of those fields which members may change and on which the sizes of a model from a source or entry point
+    depend."""
     return f"{adapters_of(spec.model)} {spec.training.micro_batch_size} x {spec.training.sequence_length}"
 
 
 def adapters_of(model: Model) -> str:
-    """In words that differ where the sizes of adapters differ."""
+    """A text that differs wherever the sizes of adapters differ."""
     return "none" if model.lora is None else model.lora.model_dump_json(exclude={"alpha"})
 
 
 def num_corpora(specs: Sequence[TrainingJobSpec]) -> int:
-    """How many token corpora these train on."""
+    """Number of different token corpora that `specs` train on."""
     found = [_corpus_of(one) for one in specs]
     return sum(one not in found[:index] for index, one in enumerate(found))
 
 
 def _corpus_of(spec: TrainingJobSpec) -> object:
-    """What a corpus is made from: equal specs share one."""
+    """What a corpus is made from: specs for which this is equal share a corpus."""
     model = spec.model
     data = spec.data.model_dump(mode="json", exclude={"evaluation"}), sorted(map(repr, spec.texts.items()))
     tokenizer: object = model.source or model.entrypoint
     if model.config is not None:
         tokenizer = (model.config.vocab_size, model.config.architecture == "bert")
     return data, tokenizer
-
-
-def member_named(spec: TrainingJobSpec, name: str) -> Member:
-    """Raises UserError for a name that no member has."""
-    for member in spec.members:
-        if member.name == name:
-            return member
-    known = ", ".join(member.name for member in spec.members) or "none"
-    raise UserError(f"member {name}: not a member of this job; its members: {known}")

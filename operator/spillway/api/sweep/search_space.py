@@ -1,8 +1,8 @@
 """spec.search: a space of hyperparameters, from which the members of a sweep are made.
 
-The members are a function of the spec alone: the same with every version of Python and on every machine, and more
-trials keep those that were there. Draws are digests, and logarithms are decimal, which rounds correctly everywhere: a
-change of either would change the members of jobs that run.
+The members depend on the spec alone: they are the same with every version of Python and on every machine, and a larger
+number of trials keeps the members that were there. Draws are digests, and logarithms are decimal, which rounds
+correctly everywhere. A change of either would change the members of running jobs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Scalar = Annotated[
 
 
 class _Sections(Fields):
-    """What members may change of a spec."""
+    """The sections of a spec that members may change."""
 
     model: Model
     data: Data
@@ -178,7 +178,7 @@ class SearchParameter(Fields):
                 yield "step", f"must be more than 0 and at most max - min ({self.max - self.min})"
 
     def _written(self) -> Iterator[tuple[str, int | str]]:
-        """What the user wrote for the field, as the field has it, and where."""
+        """Yields (where, value) for each value that the user wrote for the field, in the form that the field has."""
         if self.values is not None:
             yield from ((f"values.{at}", value) for at, value in enumerate(self.values))
         for name in ("min", "max"):
@@ -194,21 +194,21 @@ class SearchParameter(Fields):
 
     @property
     def _spacing(self) -> Fraction | None:
-        """Distance of the values of a range; None: it is continuous, or drawn from a logarithm."""
+        """Distance between neighbouring values of a range; None if the range is continuous or logarithmic."""
         if self.step is not None:
             return Fraction(self.step)
         return Fraction(1) if _number_type(self.path) is int and self.distribution == "Uniform" else None
 
     @property
     def num_points(self) -> int | None:
-        """How many values it has; None: no list of them is made."""
+        """The number of values that the parameter can take; None if they cannot be listed."""
         if self.values is not None:
             return len(self.values)
         (least, largest), spacing = map(Fraction, self._ends), self._spacing
         return None if spacing is None else floor((largest - least) / spacing) + 1
 
     def point(self, index: int) -> int | str:
-        """Of num_points."""
+        """The value at `index`, of num_points values."""
         if self.values is not None:
             return self.values[index]
         return self._as_field(Fraction(self._ends[0]) + index * (self._spacing or 0))
@@ -228,7 +228,7 @@ class SearchParameter(Fields):
 
 
 def _share(key: str) -> Fraction:
-    """A number from 0 up to 1, the same for a key everywhere."""
+    """A pseudo-random number from 0 up to, but not including, 1. It is the same for a key everywhere."""
     return Fraction(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big"), 1 << 64)
 
 
@@ -282,7 +282,7 @@ class SearchSpace(Fields):
             yield where, f"the grid has {total} points, but {most}; list fewer values, or draw some with Random"
 
     def _points(self) -> list[tuple[int | str, ...]]:
-        """Different ones; fewer than trials where the space has no more."""
+        """Different points of the space; fewer than `trials` if the space has no more."""
         if self.algorithm == "Grid":
             return list(product(*([one.point(at) for at in range(one.num_points or 0)] for one in self.parameters)))
         found, wanted = dict[tuple[int | str, ...], None](), self.trials or 0
@@ -304,7 +304,7 @@ class SearchSpace(Fields):
 
 
 def _number_or_text(value: object) -> object:
-    """1e-3 and 0.001 are the same value."""
+    """The number, or else the text, for comparison: 1e-3 and 0.001 are the same value."""
     try:
         return value if isinstance(value, bool) else Decimal(str(value))
     except InvalidOperation:
@@ -313,7 +313,8 @@ def _number_or_text(value: object) -> object:
 
 @lru_cache(maxsize=256)
 def _made_by(search: str) -> tuple[Member, ...]:
-    """Of the JSON of a search; none where it is wrong. The operator asks at every look at a job."""
+    """The members that a search makes, given as JSON; none if it is invalid. Cached, because the operator asks each
+    time it looks at a job."""
     try:
         return SearchSpace.model_validate(json.loads(search)).members
     except ValidationError:
@@ -321,7 +322,7 @@ def _made_by(search: str) -> tuple[Member, ...]:
 
 
 def members_in(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Members of a spec that is not validated, listed there or made by its search; none where these are wrong."""
+    """Members of an unvalidated spec, listed in it or made by its search; none if these are invalid."""
     if (search := spec.get("search")) is not None:
         return [one.model_dump(mode="json") for one in _made_by(json.dumps(search, sort_keys=True))]
     found = spec.get("members")

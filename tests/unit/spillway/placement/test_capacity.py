@@ -202,6 +202,14 @@ def test_spill_volume_is_bounded_by_what_its_driver_can_make() -> None:
         assert 0.9 * budget < found <= budget, volumes
 
 
+def test_without_a_budget_a_volume_is_as_large_as_its_driver_says() -> None:
+    unbounded = {name: value for name, value in VOLUME.items() if name != "spec.memory.budget.nvme"}
+    catalog = resolve_node("cpu").nvme_bytes
+    for volumes, largest in (({}, catalog), ({"local-nvme": 9 * catalog}, 9 * catalog), ({"local-nvme": GIB}, GIB)):
+        found = placed(cpu_node("a", volumes=volumes), changes=unbounded).plan.budget["nvme"]
+        assert 0.9 * largest < found <= largest, volumes
+
+
 def test_nodes_are_ranked_by_their_volumes_not_their_root_disk() -> None:
     nodes = (
         cpu_node("a", volumes={"local-nvme": 60 * GIB}, live=LiveBytes(nvme=90 * GIB)),
@@ -236,16 +244,9 @@ def test_node_with_faults_is_not_used_while_another_can_carry_the_job() -> None:
 # --- strategies -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("strategy", "device", "expected"),
-    [
-        ("Auto", "Cuda", "strategy Fsdp would fit, but does not run on Cuda devices yet; with Ddp tiny does not fit "),
-        ("Ddp", "Cuda", "tiny does not fit "),
-    ],
-)
-def test_job_that_fits_only_sharded_is_told_so_before_a_pod_exists(strategy: str, device: str, expected: str) -> None:
+def test_job_that_fits_only_sharded_is_sharded_and_stays_so() -> None:
     changes = {
-        "spec.parallelism": {"device": device, "devicesPerNode": 8, "strategy": strategy},
+        "spec.parallelism": {"device": "Cuda", "devicesPerNode": 8},
         "spec.model.config": {
             "architecture": "llama", "hiddenSize": 8192, "numLayers": 80, "numHeads": 64, "numKeyValueHeads": 8,
             "intermediateSize": 28672, "vocabSize": 128256,
@@ -254,8 +255,19 @@ def test_job_that_fits_only_sharded_is_told_so_before_a_pod_exists(strategy: str
     }  # fmt: skip
     view = ClusterView((gpu_node("a", allocatable_memory_bytes=2000 * GIB, allocatable_ephemeral_bytes=28000 * GIB),))
     found = place(job(changes), view)
-    assert isinstance(found, Unplaceable)
-    assert found.message.startswith(expected), found.message
+    assert isinstance(found, Placement)
+    assert found.plan.strategy == "Fsdp"
+    assert "strategy Fsdp: Ddp does not fit" in found.plan.reasons
+    refused = place(job(changes), replace(view, strategy="Ddp"))
+    assert isinstance(refused, Unplaceable), "earlier attempts ran with Ddp"
+    two = job({"spec.parallelism": {"device": "Cuda", "devicesPerNode": 2}})
+    small = place(two, replace(view, strategy="Fsdp"))
+    assert isinstance(small, Placement)
+    assert "strategy Fsdp: as in earlier attempts" in small.plan.reasons
+    first = found.plan
+    again = place(job(changes), replace(view, strategy=first.strategy))
+    assert isinstance(again, Placement)
+    assert (again.plan.budget, again.plan.bytes) == (first.budget, first.bytes), "the runtime of Fsdp counts each time"
 
 
 # --- nodes that do not exist yet --------------------------------------------------------------------------------------

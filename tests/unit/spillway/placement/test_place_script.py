@@ -54,6 +54,14 @@ def test_gpus_where_there_are_any() -> None:
     assert (cpu.pod.devices, len(cpu.preferences)) == (0, 2)
 
 
+def test_nodes_where_attempts_failed_are_avoided_and_named() -> None:
+    faulty = [f"bad-{number}" for number in range(10)]
+    found = placed(script(), node("good"), *map(node, faulty), avoided=frozenset(faulty))
+    assert [one.node for one in found.preferences] == ["good"]
+    assert found.avoided == tuple(faulty[:8]), "an affinity names a bounded number of nodes"
+    assert found.reason.endswith(f"; not on {', '.join(faulty[:8])}, where attempts failed")
+
+
 def test_the_node_with_most_room_is_preferred() -> None:
     live = {"a": LiveBytes(host=5 * GIB), "b": LiveBytes(host=12 * GIB)}
     nodes = [node(name, live=found) for name, found in live.items()]

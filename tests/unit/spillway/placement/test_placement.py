@@ -466,8 +466,8 @@ NO_GPU_FITS = {"spec.scheduling.nodeSelector": {"pool": "cpu"}}
          "nvidia.com/gpu, a pod needs 1"),
         (ClusterView(), {}, "Cpu", "device: Cpu, the operator has no permission to list nodes"),
         (replace(MIXED, device="Cpu"), {}, "Cpu", "device: Cpu, as in earlier attempts"),
-        (MIXED, {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Fsdp"}}, "Cpu",
-         "device: Cpu, Fsdp runs on CPUs only so far"),
+        (MIXED, {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Zero3"}}, "Cpu",
+         "device: Cpu, Zero3 runs on CPUs only so far"),
     ],
     ids=["a node has one", "no node has one", "of another resource", "none for this job", "no view", "as before",
          "divided"],
@@ -615,11 +615,11 @@ def test_the_users_budget_stays_where_it_is_smaller() -> None:
 
 
 @pytest.mark.parametrize("device", ["Cpu", "Cuda"])
-def test_several_ranks_get_ddp_because_a_run_can_do_nothing_else_yet(device: str) -> None:
+def test_several_ranks_get_ddp_where_it_fits(device: str) -> None:
     view = cluster(node("node-a"), gpu_node("node-b", H100_LABELS))
     found = placed(view, {"spec.parallelism": {"nodes": 2, "device": device}})
     assert found.plan.strategy == "Ddp"
-    assert "strategy Ddp: Auto uses it" in found.plan.reasons
+    assert "strategy Ddp: it fits" in found.plan.reasons
 
 
 def test_spill_on_a_storage_class_is_not_bounded_by_the_nodes_disk() -> None:

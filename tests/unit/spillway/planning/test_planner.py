@@ -223,6 +223,8 @@ def test_states_are_not_sent_to_drives_that_they_would_wear_out() -> None:
     )
     assert "driveWritesPerDay" in sparing.nearest
     assert worn.optimizer.nvme_share > 0.5
+    forced = {"spec.memory.advanced.activations.policy": "Recompute"}
+    assert "driveWritesPerDay" in infeasible(short | forced, replace(SLOW, nvme_bytes=4 * GIB)).nearest
 
 
 def test_nothing_fits_is_said_with_the_bytes_that_nvme_lacks() -> None:
@@ -643,14 +645,12 @@ def test_on_a_cpu_devices_and_host_tier_never_take_more_than_there_is(ranks: int
 
 
 def test_ranks_get_equal_parts_of_three_quarters_for_their_devices() -> None:
-    assert shared_memory(job(), 4 * GIB, 2) == Overrides(int(1.5 * GIB), GIB, strategy="Ddp")
+    assert shared_memory(job(), 4 * GIB, 2) == Overrides(int(1.5 * GIB), GIB)
 
 
 def test_what_a_device_budget_leaves_is_the_host_tiers() -> None:
     assert shared_memory(job({"spec.memory.budget": {"device": "1Gi"}}), 4 * GIB, 2).host_bytes == 2 * GIB
-    assert shared_memory(job({"spec.memory.budget": {"device": "9Gi"}}), 4 * GIB, 2) == Overrides(
-        2 * GIB, 0, strategy="Ddp"
-    )
+    assert shared_memory(job({"spec.memory.budget": {"device": "9Gi"}}), 4 * GIB, 2) == Overrides(2 * GIB, 0)
 
 
 def test_ranks_of_a_cpu_node_are_planned_for_with_their_part_of_its_device() -> None:
@@ -658,29 +658,39 @@ def test_ranks_of_a_cpu_node_are_planned_for_with_their_part_of_its_device() -> 
     assert two.budget[Tier.DEVICE] == LOCAL.device_bytes // 2
 
 
-def test_a_caller_that_can_run_one_strategy_gets_it_whatever_the_spec_says() -> None:
-    for strategy in ("Auto", "Zero1"):
-        forced = plan({"spec.parallelism": {"nodes": 2, "strategy": strategy}}, overrides=Overrides(strategy="Ddp"))
-        assert forced.strategy == "Ddp"
-        assert forced.reasons[0] == "strategy Ddp: Auto uses it"
+def test_a_caller_chooses_among_the_strategies_that_auto_tries() -> None:
+    for forced in ("Ddp", "Fsdp"):
+        assert plan({"spec.parallelism": {"nodes": 2}}, overrides=Overrides(strategy=forced)).strategy == forced
+    assert plan(overrides=Overrides(strategy="Fsdp")).strategy == "Ddp", "one rank has nothing to shard"
 
 
 def test_a_plan_says_why_it_has_its_strategy() -> None:
     asked = plan({"spec.parallelism": {"nodes": 2, "strategy": "Fsdp"}})
     assert asked.reasons[0] == "strategy Fsdp: the spec asks for it"
+    assert plan({"spec.parallelism": {"nodes": 2}}).reasons[0] == "strategy Ddp: it fits"
     searched = make_plan(job(LLAMA_70B), resolve_node("8xh100"))
     assert isinstance(searched, MemoryPlan)
-    assert searched.reasons[0] == "strategy Fsdp: the only one that fits"
+    assert searched.reasons[0] == "strategy Fsdp: Ddp does not fit"
+    assert any(one.summary == "strategy Ddp" and one.missing_bytes for one in searched.alternatives)
 
 
-TWO_ON_DEVICES = {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Fsdp"}}
+@pytest.mark.parametrize("changes", [
+    {"spec.model.precision.compute": "float16"}, {"spec.training.optimizer.moments": "int8"},
+    {"spec.memory.advanced.parameters.placement": "Stream"},
+])  # fmt: skip
+def test_what_only_ddp_can_do_is_not_planned_with_fsdp(changes: dict[str, Any]) -> None:
+    tight = LLAMA_70B | changes | budget("1Gi", host="1Gi")
+    found = make_plan(job(tight), resolve_node("8xh100"), explained=False)
+    assert isinstance(found, Infeasible)
+
+
+TWO_ON_DEVICES = {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Zero3"}}
 
 
 @pytest.mark.parametrize(
     ("changes", "node", "said"),
     [
-        (LLAMA_70B, "8xh100", "not runnable yet: only Ddp runs on Cuda devices; a job with strategy Auto runs as Ddp"),
-        (TWO_ON_DEVICES, "8xh100", "not runnable yet: Fsdp does not run on Cuda devices; use Ddp"),
+        (TWO_ON_DEVICES, "8xh100", "not runnable yet: Zero3 does not run on Cuda devices; use Fsdp"),
         ({"spec.parallelism": {"strategy": "Zero3"}}, "cpu", "strategy Ddp: one rank has nothing to shard (the spec"),
     ],
 )
@@ -688,20 +698,9 @@ def test_a_plan_says_where_a_run_would_do_something_else(changes: dict[str, Any]
     """In every mode."""
     reasons = plan(changes, resolve_node(node)).reasons
     assert sum(reason.startswith(said) for reason in reasons) == 1, reasons
-    if changes != LLAMA_70B:
-        unplanned = {"spec.memory": {"mode": "Disabled", "budget": {"host": "8Gi"}}}
-        as_specified = plan(changes | unplanned, resolve_node(node)).reasons
-        assert any(reason.startswith(said) for reason in as_specified), as_specified
-
-
-@pytest.mark.ci
-def test_a_plan_that_no_run_takes_by_itself_says_what_to_set() -> None:
-    """On CPUs a run can do all that is planned, and takes Ddp unless it is told."""
-    tight = LLAMA_70B | {"spec.parallelism": {"nodes": 8}} | budget("200Gi", host="400Gi")
-    found = plan(tight, resolve_node("cpu-large"))
-    assert found.strategy != "Ddp"
-    said = f"Auto runs as Ddp; set spec.parallelism.strategy: {found.strategy} to run this plan"
-    assert any(reason.endswith(said) for reason in found.reasons), found.reasons
+    unplanned = {"spec.memory": {"mode": "Disabled", "budget": {"host": "8Gi"}}}
+    as_specified = plan(changes | unplanned, resolve_node(node)).reasons
+    assert any(reason.startswith(said) for reason in as_specified), as_specified
 
 
 def test_deepspeed_cannot_update_beside_the_next_forward() -> None:

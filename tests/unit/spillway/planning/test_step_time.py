@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -296,10 +295,19 @@ def test_backward_hides_the_exchange_between_nodes_but_for_the_first_segments() 
     assert sum(made.phase_seconds.values()) == pytest.approx(made.step_seconds)
 
 
-@pytest.mark.parametrize("changes", [{"local_ranks": 2}, {"on_cuda": True}], ids=["one node", "Cuda"])
-def test_nothing_hides_an_exchange_by_the_cores_that_compute_or_of_a_cuda_device(changes: dict[str, Any]) -> None:
-    two = replace(WORK, world_size=2, **changes)
+def test_nothing_hides_an_exchange_by_the_cores_that_compute() -> None:
+    two = replace(WORK, world_size=2, local_ranks=2)
     assert exposed_exchange_seconds(two, RATES, 1e9) == exchange_loads(two, RATES)[Resource.NETWORK]
+
+
+def test_sums_in_host_memory_pass_through_a_cuda_device_in_the_exchange() -> None:
+    two = replace(WORK, world_size=2, local_ranks=2, on_cuda=True)
+    loads = exchange_loads(two, RATES, P)
+    assert (loads[Resource.H2D], loads[Resource.D2H]) == (4 * P / RATES.h2d, 4 * P / RATES.d2h)
+    assert exposed_exchange_seconds(two, RATES, 0.0, P) == sum(loads.values())
+    assert exposed_exchange_seconds(two, RATES, 1e9, P) < 0.1 * sum(loads.values())  # behind backward
+    on_cpus = exchange_loads(replace(two, on_cuda=False), RATES, P)
+    assert (on_cpus[Resource.H2D], on_cpus[Resource.D2H]) == (0.0, 0.0)
 
 
 def test_fsdp_gathers_parameters_in_every_forward() -> None:

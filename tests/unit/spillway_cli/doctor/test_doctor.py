@@ -402,7 +402,7 @@ def test_a_stuck_job_is_an_error_with_the_conditions_sentence(type_: str, status
 
 
 def test_a_job_that_has_ended_is_not_stuck() -> None:
-    ended = tjob("a", ("Failed", "True", "NonFinite", "loss"), ("Progressing", "False", "NoProgress", "x"))
+    ended = tjob("a", ("Failed", "True", "NoProgress", "x"), ("Progressing", "False", "NoProgress", "x"))
     assert the_bad(judged(jobs=[ended])) == []
 
 

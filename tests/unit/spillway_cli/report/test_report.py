@@ -150,6 +150,17 @@ def test_summary_takes_the_highest_peak_of_all_steps() -> None:
     assert summary.tiers[2].peak_bytes == (30 << 20) + 9 * 4096
 
 
+@pytest.mark.parametrize(("mode", "device", "lacks"), [
+    ("Disabled", "Cpu", "saved activations"), ("Disabled", "Cuda", ""), ("Auto", "Cpu", ""),
+])  # fmt: skip
+def test_a_peak_that_counts_no_activations_says_so(mode: str, device: str, lacks: str) -> None:
+    log, planned = run_log((1, 9)), plan(mode=mode, device=device)
+    summary = summarize(log, planned, log.curve)
+    assert [one.uncounted for one in summary.tiers] == [lacks, "", ""]
+    record = RunRecord("tiny", "runs/tiny", "0.1.0", planned, log, log.curve, ENDED)
+    assert ("without saved activations" in render_report(record)) is bool(lacks)
+
+
 def test_summary_counts_restarts_not_attempts() -> None:
     assert summarize(run_log((1, 5), (4, 9)), plan(), []).num_restarts == 1
 

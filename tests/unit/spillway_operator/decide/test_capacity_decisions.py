@@ -14,8 +14,9 @@ from harness.cluster_model import fail, running, seconds_of, timestamp
 from harness.observations import attempt, condition, follow_up, observed
 from spillway.api.training_job import TrainingJob
 from spillway.feedback.retries import is_fault_of_node
-from spillway.placement.cluster_view import ClusterView
+from spillway.placement.cluster_view import ClusterView, NodeView
 from spillway.placement.place import Placement, Unplaceable
+from spillway.planning.hardware import resolve_node
 from spillway_operator.decide.observed import Desired, JobObject, Observed, PodObject
 from spillway_operator.decide.reconcile import reconcile
 from spillway_operator.measured.faulty_nodes import AVOIDED_SECONDS, MOST_JOBS, FaultyNodes
@@ -81,6 +82,16 @@ def test_attempt_without_room_gives_way_to_one_that_fits_what_is_free() -> None:
     assert [gone.name for gone in after.deletes] == ["demo-1"], "and decided for good"
 
 
+def test_an_attempt_that_was_replanned_counts_as_no_restart() -> None:
+    seen = unschedulable(31)
+    withdrawn = replace(follow_up(seen, reconcile(seen, NOW, Places())), attempts=(), pods=())
+    desired = reconcile(withdrawn, NOW, Places())
+    assert desired.status is not None and [made["kind"] for made in desired.creates] == ["ConfigMap", "Job"]
+    attempts = desired.status["attempts"]
+    assert (attempts["total"], attempts["lastReason"]) == (2, "Replanned")
+    assert attempts.get("restarts", 0) == 0
+
+
 @pytest.mark.parametrize("free", ["same", "nothing", "too few"])
 def test_attempt_goes_on_waiting_if_no_other_plan_has_room(free: str) -> None:
     seen = unschedulable(31, changes={"spec.memory.budget.host": "1Gi"})
@@ -125,6 +136,25 @@ def test_next_attempt_is_planned_for_what_is_free_or_else_as_before(free: str) -
     assert [view.as_free for view in places.views] == ([True] if free == "smaller" else [True, False])
 
 
+# --- nodes that do not exist yet --------------------------------------------------------------------------------------
+
+
+def test_queued_job_for_a_declared_class_is_created_in_its_queue() -> None:
+    """Kueue makes a Workload of it, which an autoscaler sees, although no node has a GPU yet."""
+    changes = {"spec.parallelism.device": "Cuda", "spec.scheduling.queueName": "team-a"}
+    node = resolve_node("8xh100")
+    new = NodeView(
+        "a new pool", {"pool": "h100"}, (), float(node.num_cores), node.host_bytes, node.nvme_bytes,
+        {"nvidia.com/gpu": node.num_devices}, profile=node, is_declared=True,
+    )  # fmt: skip
+    seen = observed(changes)
+    job = reconcile(replace(seen, cluster=ClusterView((), declared=(new,))), NOW).creates[-1]
+    assert (job["kind"], job["spec"]["suspend"]) == ("Job", True)
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert "'values': ['h100']" in str(job["spec"]["template"]["spec"]["affinity"])
+    assert not reconcile(replace(seen, cluster=ClusterView(())), NOW).creates
+
+
 # --- nodes with faults ------------------------------------------------------------------------------------------------
 
 
@@ -136,7 +166,7 @@ def test_next_attempt_is_planned_for_what_is_free_or_else_as_before(free: str) -
         ("DeviceFault", "", "", "", False),
         ("RankCrashed", "a", "", "", False),
         ("RankCrashed", "a", "RankCrashed", "a", True),
-        ("Stalled", "a", "RankCrashed", "a", True),
+        ("NoProgress", "a", "RankCrashed", "a", True),
         ("RankCrashed", "a", "RankCrashed", "b", False),
         ("RankCrashed", "a", "PodDeleted", "a", False),
         ("NodeLost", "a", "NodeLost", "a", False),

@@ -109,7 +109,7 @@ def test_the_list_is_in_the_order_of_the_page() -> None:
         ((true(c.ACCEPTED, "Valid"), false(c.RUNNING, "Starting")), "False", "True", "False"),
         ((true(c.RUNNING, "Running"),), "True", "False", "False"),
         ((true(c.RUNNING, "Running"), false(c.SUSPENDED, c.STOPPING)), "False", "True", "False"),
-        ((true(c.RUNNING, retries.STALLED),), "False", "True", "False"),
+        ((true(c.RUNNING, retries.NO_PROGRESS),), "False", "True", "False"),
         ((true(c.COMPLETE, "Completed"), false(c.RUNNING, "Ended")), "True", "False", "False"),
         ((true(c.SUSPENDED, c.SUSPENDED_BY_USER),), "True", "False", "False"),
         ((true(c.FAILED, RANK_CRASHED, "why"),), "False", "False", "True"),

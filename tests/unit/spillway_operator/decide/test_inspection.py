@@ -62,6 +62,7 @@ def test_without_sizes_a_pod_of_the_trainer_image_is_asked_for_them() -> None:
     assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}["model"] == "/claims/models"
     assert container["resources"]["limits"]["memory"] == "4Gi" and "nvidia.com/gpu" not in str(container)
     assert pod["securityContext"]["runAsNonRoot"] and pod["automountServiceAccountToken"] is False
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
     assert made["spec"]["backoffLimit"] == 0 and made["spec"]["activeDeadlineSeconds"] == 600
 
 

@@ -17,6 +17,7 @@ from cases.job_documents import document, job
 from harness.places import GOLDEN
 from spillway.api.job_file import JobFile
 from spillway.api.limits import RESERVED_VARIABLES
+from spillway.api.operator_config import OperatorConfigSpec, with_defaults
 from spillway.api.status import Attempts, PlanStatus
 from spillway.errors import UserError
 from spillway.plan import ActivationPlan, MemoryPlan, OptimizerPlan, Policy, Prediction, Tier, TierBytes
@@ -230,6 +231,29 @@ def test_a_pod_gets_the_resources_and_the_network_that_the_job_names() -> None:
     assert memory == {"medium": "Memory", "sizeLimit": "3Gi"}
     assert (spec["hostNetwork"], spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
     assert not {"hostNetwork", "dnsPolicy"} & set(pod())
+
+
+def test_a_pod_tolerates_the_taints_of_its_extended_resources() -> None:
+    """Clouds taint GPU nodes by the resource's name; not every API server adds the toleration."""
+    changes = {"spec.parallelism.device": "Cuda", "spec.pod.resources.extended": {"rdma/hca": 1}}
+    for name in ("nvidia.com/gpu", "rdma/hca"):
+        toleration = {"key": name, "operator": "Exists", "effect": "NoSchedule"}
+        assert toleration in pod(changes, made=plan("Cuda"))["tolerations"]
+        assert toleration not in pod()["tolerations"]
+
+
+IB = {"name": "NCCL_IB_HCA", "value": "mlx5"}
+
+
+@pytest.mark.parametrize("given", [{"env": [IB]}, {"networkPreset": "infiniband"}])
+def test_variables_of_nccl_reach_the_container(given: dict[str, Any]) -> None:
+    presets = {"networkPresets": [{"name": "infiniband", "env": [IB]}]}
+    spec, _ = with_defaults(document({"spec.pod": given})["spec"], OperatorConfigSpec.model_validate(presets))
+    assert IB in container({"spec.pod": spec["pod"]})["env"]
+
+
+def test_a_run_in_a_cluster_knows_it_so_that_its_checkpoints_have_an_owner() -> None:
+    assert json.loads(made()["ConfigMap"]["data"]["job.json"])["in_cluster"] is True
 
 
 def test_what_kills_when_exceeded_is_requested_in_full() -> None:

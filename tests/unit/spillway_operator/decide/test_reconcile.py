@@ -646,6 +646,20 @@ def test_what_the_operator_sets_itself_cannot_be_set(changes: dict[str, Any]) ->
     assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
 
 
+def test_an_unknown_network_preset_is_rejected() -> None:
+    """A known one was replaced by what it holds before the job is looked at."""
+    desired = decide(observed({"spec.pod.networkPreset": "infiniband"}))
+    accepted = condition(desired, "Accepted")
+    assert (accepted["status"], accepted["reason"], desired.creates) == ("False", "InvalidSpec", ())
+    assert accepted["message"].startswith("spec.pod.networkPreset = infiniband: not in the OperatorConfig")
+
+
+def test_status_names_the_fields_that_the_attempt_inherited() -> None:
+    desired = decide(observed(inherited=("pod.image", "scheduling.queueName")))
+    assert desired.creates and desired.status is not None
+    assert desired.status["inherited"] == ["pod.image", "scheduling.queueName"]
+
+
 def test_an_invalid_spec_does_not_stop_an_attempt_that_lives() -> None:
     """A newer operator may be stricter; what runs goes on."""
     status = {"attempts": {"total": 1}}

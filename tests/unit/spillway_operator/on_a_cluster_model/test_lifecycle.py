@@ -16,6 +16,7 @@ from harness.cluster_model import (
     Fault,
     World,
     fail,
+    place,
     rounds,
     running,
     seconds_of,
@@ -23,8 +24,9 @@ from harness.cluster_model import (
     timestamp,
     writes,
 )
-from harness.observations import attempt, condition, decide, observed
+from harness.observations import NOW, attempt, condition, decide, observed
 from spillway_operator.decide.observed import Contract, PodObject
+from spillway_operator.decide.reconcile import case_of
 
 
 def course(world: World, seconds: float, every: float = 5.0) -> None:
@@ -290,11 +292,11 @@ def test_attempt_without_a_step_for_stall_seconds_counts_as_a_restart() -> None:
     assert attempts_of(world)["total"] == 1
     course(world, 30)
     assert attempts_of(world)["total"] == 2
-    assert (attempts_of(world)["lastReason"], attempts_of(world)["restarts"]) == ("Stalled", 1)
+    assert (attempts_of(world)["lastReason"], attempts_of(world)["restarts"]) == ("NoProgress", 1)
     assert attempts_of(world)["disruptions"] == 0
     restart = next(note for note in world.operator.notes if note.action == "Restart")
-    assert (restart.type, restart.reason) == ("Warning", "Stalled")
-    said = next(note for note in world.operator.notes if note.action == "Run" and note.reason == "Stalled")
+    assert (restart.type, restart.reason) == ("Warning", "NoProgress")
+    said = next(note for note in world.operator.notes if note.action == "Run" and note.reason == "NoProgress")
     assert said.type == "Warning", "though every pod runs"
     assert "no step after step 42 for 6" in restart.note
     assert "lifecycle.stallSeconds = 60" in restart.note
@@ -305,8 +307,18 @@ def test_stalls_end_with_the_budget_of_restarts() -> None:
     world.report(42)
     course(world, 300)
     failed = world.condition("Failed")
-    assert (failed["status"], failed["reason"]) == ("True", "Stalled")
+    assert (failed["status"], failed["reason"]) == ("True", "NoProgress")
     assert "lifecycle.maxRestarts = 1 is reached; no step after step 42 for" in failed["message"]
+
+
+def test_the_earlier_reason_stalled_is_read_from_a_stored_status() -> None:
+    """It is also a condition type of kstatus, so the reason has another name now."""
+    running = {"type": "Running", "status": "True", "reason": "Stalled", "message": "no step"}
+    ending = {"attempts": {"total": 1}, "conditions": [running]}
+    (deleted,) = decide(observed(None, ending, attempts=(attempt(ready=1),))).deletes
+    assert deleted.name == attempt().name
+    ended = {"attempts": {"total": 2, "ended": 2, "lastReason": "Stalled", "lastNode": "a"}}
+    assert case_of(observed(None, ended), NOW, place).attempts.last_reason == "NoProgress"
 
 
 def test_progress_is_a_new_step_not_a_post() -> None:
@@ -314,7 +326,7 @@ def test_progress_is_a_new_step_not_a_post() -> None:
     for _ in range(20):
         world.report(42)
         rounds(world, 1, 5)
-    assert attempts_of(world)["lastReason"] == "Stalled"
+    assert attempts_of(world)["lastReason"] == "NoProgress"
 
 
 @pytest.mark.parametrize("behind", [-100_000.0, 100_000.0])
@@ -325,7 +337,7 @@ def test_a_nodes_wrong_clock_makes_and_hides_no_stall(behind: float) -> None:
         rounds(world, 1, 5)
     assert attempts_of(world)["total"] == 1
     course(world, 80)
-    assert attempts_of(world)["lastReason"] == "Stalled"
+    assert attempts_of(world)["lastReason"] == "NoProgress"
 
 
 def test_the_newest_report_is_asked_before_an_attempt_is_ended() -> None:
@@ -361,7 +373,7 @@ def test_silent_attempt_counts_as_stalled_if_an_earlier_one_reported() -> None:
     course(world, 40)
     assert attempts_of(world)["total"] == 2
     course(world, 40)
-    assert (attempts_of(world)["total"], attempts_of(world)["lastReason"]) == (3, "Stalled")
+    assert (attempts_of(world)["total"], attempts_of(world)["lastReason"]) == (3, "NoProgress")
 
 
 def test_silence_while_the_operator_could_not_hear_is_no_stall() -> None:
@@ -375,7 +387,7 @@ def test_silence_while_the_operator_could_not_hear_is_no_stall() -> None:
     course(world, 40)
     assert attempts_of(world)["total"] == 1
     course(world, 40)
-    assert attempts_of(world)["lastReason"] == "Stalled"
+    assert attempts_of(world)["lastReason"] == "NoProgress"
 
 
 def test_without_a_progress_endpoint_nothing_stalls() -> None:
@@ -386,7 +398,7 @@ def test_without_a_progress_endpoint_nothing_stalls() -> None:
             {"type": "Running", "status": "True", "reason": "Running", "lastTransitionTime": "2026-11-20T10:00:00Z"}
         ],
     }
-    for hearing, reason in ((None, "Running"), (10.0, "Running"), (86_000.0, "Stalled")):
+    for hearing, reason in ((None, "Running"), (10.0, "Running"), (86_000.0, "NoProgress")):
         seen = observed(None, status, attempts=(attempt(ready=1),), hearing_seconds=hearing)
         assert condition(decide(seen), "Running")["reason"] == reason
 
@@ -410,7 +422,12 @@ def test_where_nobody_is_heard_nobody_is_ended() -> None:
         "progress": {"step": 4, "lastStepTime": "2026-11-20T10:00:00Z", "advanceTime": "2026-11-21T09:00:00Z"},
         "conditions": [running],
     }
-    for others, reason in ((float("inf"), "Running"), (3700.0, "Running"), (3600.0, "Stalled"), (None, "Stalled")):
+    for others, reason in (
+        (float("inf"), "Running"),
+        (3700.0, "Running"),
+        (3600.0, "NoProgress"),
+        (None, "NoProgress"),
+    ):
         seen = observed(None, status, attempts=(attempt(ready=1),), hearing_seconds=1e6, others_silent_seconds=others)
         desired = decide(seen)
         assert condition(desired, "Running")["reason"] == reason, others
@@ -432,7 +449,7 @@ def test_a_step_that_should_take_longer_than_stall_seconds_is_no_stall(
         "attempts": {"total": 1, "activeTime": at(0)}, "plan": {"stepSeconds": step_seconds},
         "progress": {"step": 4, "lastStepTime": at(0), "advanceTime": at(0)},
     }  # fmt: skip
-    for seconds, reason in ((ends_after - 1, "Running"), (ends_after, "Stalled")):
+    for seconds, reason in ((ends_after - 1, "Running"), (ends_after, "NoProgress")):
         status["conditions"] = [{"type": "Running", "status": "True", "reason": "Running", "lastTransitionTime": at(0)}]
         seen = observed(
             {"spec.lifecycle": {"stallSeconds": stall_seconds}}, status, attempts=(attempt(ready=1),),
@@ -732,6 +749,33 @@ def test_what_never_changes_is_refused_where_an_older_crd_let_it_through(field: 
     world.edit()
     rounds(world)
     assert world.status["state"] == "Running"
+
+
+MEMBERS = [{"name": "a", "training": {"seed": 1}}, {"name": "b", "training": {"seed": 2}}]
+UNLESS_SUSPENDED: dict[str, Any] = {
+    "checkpoint": {"subPath": "elsewhere"},
+    "members": MEMBERS[:1],
+    "objective": {"metric": "Loss"},
+}
+
+
+@pytest.mark.parametrize("field", UNLESS_SUSPENDED)
+def test_checkpoint_members_and_objective_change_only_while_suspended(field: str) -> None:
+    world = World()
+    world.edit(members=MEMBERS)
+    rounds(world)
+    world.edit(**{field: UNLESS_SUSPENDED[field]})
+    fail(world, 1)
+    accepted = world.condition("Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
+    assert accepted["message"].startswith(f"spec.{field} = another value: can change only while the job is suspended")
+    assert "changed since attempt 1; restore the value in its ConfigMap, or suspend it" in accepted["message"]
+    assert attempts_of(world)["total"] == 1
+    world.suspend(True)
+    rounds(world)
+    world.suspend(False)
+    rounds(world)
+    assert (world.status["state"], attempts_of(world)["total"]) == ("Running", 2)
 
 
 def test_an_older_crd_costs_no_writes_for_ever_and_ends_no_attempt() -> None:

@@ -294,11 +294,11 @@ def test_a_document_is_a_row_with_the_labels_of_its_responses(tmp_path: Path) ->
         assert counted == batch.num_unmasked == batches.num_unmasked(samples)
     num_cut = sum(len(tokens) > T + 1 for tokens, _ in documents)
     assert num_cut and num < 30, "the case covers both"
-    assert batches.cut == (
+    assert batches.said == [
         f"chats: {num_cut} of 30 are longer than training.sequenceLength {T} and are cut; {30 - num} have no response "
         "within that length and are left out"
-    )
-    assert TokenBatches(corpus, 10_000, seed=3).cut == ""
+    ]
+    assert TokenBatches(corpus, 10_000, seed=3).said == [""]
 
 
 def test_held_out_chats_are_never_trained_on(tmp_path: Path) -> None:

@@ -66,6 +66,17 @@ def test_a_follower_that_crashes_while_it_ends_is_a_follower() -> None:
     assert json.loads(crashing.termination())["follower"] is True
 
 
+def test_a_rank_that_torch_ends_because_it_waits_for_a_peer_is_a_follower() -> None:
+    waiting = RankEnd(0, int(signal.SIGABRT), waited_in_nccl=True)
+    assert decisive([waiting, killed(1, signal.SIGKILL)]).rank == 1
+    said = json.loads(waiting.termination())
+    assert said["follower"] and "while rank 0 waited for it in NCCL" in said["message"]
+    assert not killed(0, signal.SIGABRT).follows
+    assert not killed(0, signal.SIGKILL, waited_in_nccl=True).follows
+    failed = json.dumps({"exitCode": 78, "message": "the device failed"}).encode()
+    assert not RankEnd(0, int(signal.SIGABRT), failed, waited_in_nccl=True).follows
+
+
 def test_without_a_failure_the_lowest_rank_speaks() -> None:
     assert decisive([ended(1, 0), ended(0, 0)]).rank == 0
 

@@ -1,13 +1,13 @@
 """Adopts DeepSpeed's ZeRO optimizers after DeepSpeed has sharded the model.
 
-`adopt` gives the engine's optimizer a class of ours (hooks and engine call it by its methods) and frees DeepSpeed's
-float32 states. From then on
+`adopt` gives the engine's optimizer a class of ours (hooks and engine call its methods) and frees DeepSpeed's float32
+states. From then on
 
-    gradients   go to ReducedGradients the moment autograd has them
-    the update  is that of ShardedOptimizer, with states where the plan has them
+    gradients   go to ReducedGradients as soon as autograd has them
+    the update  is that of ShardedOptimizer, with states where the plan puts them
     parameters  are gathered by DeepSpeed as before
-    states      DeepSpeed's own tensors have values only while somebody looks at them: its checkpoints are written from
-                and read into them (`published`), its accessors (safe_get_full_fp32_param ...) get copies
+    states      DeepSpeed's own tensors have values only while they are used: its checkpoints are written from and read
+                into them (`published`), its accessors (safe_get_full_fp32_param ...) get copies
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FlatPlace:
     """Where this rank's piece of a parameter lies in DeepSpeed's own flat float32 tensors."""
 
     group: int
-    """Of `flats`."""
+    """Index in `flats`."""
     offset: int
 
 
@@ -63,11 +63,11 @@ def adopt(
     num_threads: int = 1,
     settings: Hyperparameters | None = None,
 ) -> ShardedOptimizer:
-    """From now on `engine` updates with the optimizer that `make` builds of this rank's pieces, and so does
-    `engine.step()`. Every rank calls it, before the first forward. `settings`: those of `make`'s optimizer; none: the
-    defaults, AdamW with float32 moments.
+    """Makes `engine`, including `engine.step()`, update with the optimizer that `make` builds of this rank's pieces.
+    Every rank calls it, before the first forward. `settings`: those of `make`'s optimizer; if absent, the defaults
+    (AdamW with float32 moments).
 
-    Raises UserError for an engine outside of the support matrix, and for one whose AdamW has other settings.
+    Raises UserError for an engine outside the support matrix, and for one whose AdamW has other settings.
     """
     check_engine(engine)
     settings = settings or Hyperparameters()
@@ -93,18 +93,18 @@ def adopt(
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """A model as DeepSpeed has divided it. Implements shards.Division."""
+    """A model as DeepSpeed has sharded it. Implements shards.Division."""
 
     layout: Layout
     parameters: Mapping[str, Parameter]
-    """Every trained one, in declared order."""
+    """Every trained parameter, in declared order."""
     pieces: Mapping[str, tuple[Tensor, int]]
-    """This rank's: flat values in DeepSpeed's memory, with as many dimensions (2 or 1) as make our optimizer decay
-    them, or not, like their group in DeepSpeed's optimizer."""
+    """This rank's pieces: flat values in DeepSpeed's memory, and the number of dimensions (2 or 1) with which our
+    optimizer decays them, or does not, like their group in DeepSpeed's optimizer."""
     places: Mapping[str, FlatPlace]
-    """Of the pieces."""
+    """The places of these pieces."""
     flat_sizes: Sequence[int]
-    """Of DeepSpeed's own float32 tensors, including padding."""
+    """Sizes of DeepSpeed's own float32 tensors, including padding."""
     complete_parameters: Callable[[], None]
     is_whole: bool
     """Whether every rank has whole parameters."""
@@ -113,7 +113,7 @@ class Divided:
         self.complete_parameters()
 
     def set(self, name: str, values: Tensor) -> None:
-        """ZeRO-3's are nothing but pieces, and these are set with their masters."""
+        """Sets whole parameters only: ZeRO-3 has only pieces, which are set with their masters."""
         if self.is_whole:
             parameter = self.parameters[name]
             flat(parameter).copy_(master_values(values.float(), parameter.dtype))
@@ -169,7 +169,7 @@ def _of_stage_3(optimizer: Any, names: Mapping[int, str], world: World) -> Divid
 
 
 def _in_declared_order(divided: Divided, names: Mapping[int, str]) -> Divided:
-    """States are written, and the parts' optimizers work, in the order of the model."""
+    """Returns `divided` in the order of the model, in which states are written and the parts' optimizers work."""
     order = [name for name in names.values() if name in divided.layout]
     return Divided(
         {name: divided.layout[name] for name in order},
@@ -184,7 +184,7 @@ def _in_declared_order(divided: Divided, names: Mapping[int, str]) -> Divided:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """What an adopted optimizer stands on."""
+    """The objects with which an adopted optimizer works."""
 
     sharded: ShardedOptimizer
     reduced: ReducedGradients
@@ -194,7 +194,7 @@ class Adoption:
     """Factor by which engine.step() multiplies sums over ranks."""
 
     names: Mapping[int, str]
-    """By the id of a parameter."""
+    """Names by the id of their parameter."""
 
     def take(self, parameter: Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -204,7 +204,7 @@ class Adoption:
             self.sharded.mark(name)
 
     def flats(self) -> list[dict[str, Tensor]]:
-        """This rank's states, as DeepSpeed lays them out: kind -> flat tensor, padding 0; one a group."""
+        """Returns this rank's states in DeepSpeed's layout, one entry per group: kind -> flat tensor, padded with 0."""
         found = [{kind: torch.zeros(size) for kind in (MASTER, *MOMENTS)} for size in self.divided.flat_sizes]
         for name, states in self.sharded.own_states(self.divided.places).items():
             place = self.divided.places[name]
@@ -220,19 +220,19 @@ class Adoption:
                 self.sharded.load_own(kind, name, values[place.offset : place.offset + size])
 
     def own(self, name: str, kind: str) -> Tensor:
-        """This rank's piece; empty where it has none."""
+        """Returns this rank's piece; empty if it has none."""
         states = self.sharded.own_states([name])
         return states[name][kind] if name in states else torch.empty(0)
 
     def full(self, parameter: Parameter, key: str | None) -> Tensor:
-        """One state, whole, on every rank; every rank has to ask."""
+        """Returns one whole state, on every rank; every rank has to call it."""
         name, kind = self.names[id(parameter)], _kind(key)
         sizes = [piece.size for piece in self.divided.layout[name]]
         joined = Peers(self.world).joined(self.own(name, kind), sizes)
         return joined.view(whole_shape(parameter))
 
     def own_padded(self, parameter: Parameter, key: str | None) -> Tensor:
-        """This rank's piece of one state as long as every rank's: of ZeRO-3."""
+        """Returns this rank's piece of one state, padded to the length of the longest piece, as ZeRO-3 has it."""
         name = self.names[id(parameter)]
         own = self.own(name, _kind(key))
         padded = torch.zeros(max(piece.size for piece in self.divided.layout[name]))
@@ -253,7 +253,7 @@ class Adoption:
             self.sharded.load_own(_kind(key), name, values.float())
 
     def step(self, learning_rate: float, clip_grad: float) -> float:
-        """The norm of the averaged gradients; not finite: nothing was updated."""
+        """Performs the update. Returns the norm of the averaged gradients; if it is not finite, nothing was updated."""
         norm = self.sharded.norm() * self.average
         if math.isfinite(norm):
             scale = clip_factor_of(norm, clip_grad or None)
@@ -264,7 +264,7 @@ class Adoption:
 
 
 def _kind(key: str | None) -> str:
-    """DeepSpeed's word for a state, None being the float32 parameter. Raises UserError."""
+    """Translates DeepSpeed's name of a state, where None is the float32 parameter. Raises UserError."""
     if key not in (None, *MOMENTS):
         raise UserError(
             f"optimizer state {key}: unknown; a DeepSpeed engine given to Spillway's adopt() has only the states "
@@ -279,7 +279,8 @@ MOVED_BY_PLAN = (
 
 
 class Adopted:
-    """What both classes of DeepSpeed get from us. Theirs come after it in the order of methods."""
+    """The methods that we give to both of DeepSpeed's classes, which come after this class in the method resolution
+    order."""
 
     spillway: Adoption
     optimizer: torch.optim.Optimizer
@@ -288,7 +289,7 @@ class Adopted:
     _global_grad_norm: float
 
     def step(self, closure: object = None) -> None:
-        """As engine.step() calls it at the end of an accumulation."""
+        """Called by engine.step() at the end of an accumulation."""
         rates = {group["lr"] for group in self.optimizer.param_groups}
         if len(rates) != 1:
             raise UserError(
@@ -300,7 +301,7 @@ class Adopted:
         self.overflow = not math.isfinite(self._global_grad_norm)
 
     def before_update(self) -> None:
-        """Nothing to do where every rank has whole parameters."""
+        """Does nothing where every rank has whole parameters."""
 
     def finish(self) -> None:
         self.spillway.reduced.finish()
@@ -311,7 +312,7 @@ class Adopted:
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Inside, DeepSpeed's own tensors have the states, and may be changed; see `take_back`."""
+        """Inside the block, DeepSpeed's own tensors have the states and may be changed; see `take_back`."""
         own, steps = self.own_flats(), torch.tensor(self.spillway.sharded.scalars()["num_updates"])
         for tensor, states in zip(own, self.spillway.flats(), strict=True):
             tensor.data = states.pop(MASTER)
@@ -323,7 +324,7 @@ class Adopted:
             self.forget_states()
 
     def take_back(self) -> None:
-        """Inside `published`: our states become those that DeepSpeed's tensors have now."""
+        """Inside `published`: sets our states to those that DeepSpeed's tensors have now."""
         own = self.own_flats()
         states = [self.optimizer.state[tensor] for tensor in own]
         self.spillway.load_flats(
@@ -341,7 +342,7 @@ class Adopted:
             self.take_back()
 
     def _restore_from_bit16_weights(self) -> None:
-        """What refresh_fp32_params does, and loading a checkpoint without its states."""
+        """Called by refresh_fp32_params, and when a checkpoint is loaded without its states."""
         if any(tensor.numel() for tensor in self.own_flats()):  # inside `published` already
             super()._restore_from_bit16_weights()  # type: ignore[misc]
             return
@@ -363,18 +364,18 @@ class Adopted:
         self.unlink()
 
     def own_flats(self) -> list[Tensor]:
-        """DeepSpeed's float32 tensors of this rank, one a group."""
+        """Returns DeepSpeed's float32 tensors of this rank, one per group."""
         raise TypeError("own_flats: defined only in AdoptedStages1And2 and AdoptedStage3; use one of these classes")
 
     def link(self) -> None:
-        """DeepSpeed's views of these tensors point into them again."""
+        """Makes DeepSpeed's views of these tensors point into them again."""
 
     def unlink(self) -> None:
-        """... and hold nothing any more."""
+        """Makes these views hold nothing any more."""
 
 
 def scalars_after(num_updates: int, group: Mapping[str, Any]) -> dict[str, float]:
-    """The optimizer's scalars: powers of the betas by repeated fp64 product, as an update makes them."""
+    """Returns the optimizer's scalars: powers of the betas by repeated fp64 product, as updates compute them."""
     powers = [1.0, 1.0]
     for _ in range(num_updates):
         powers = [power * beta for power, beta in zip(powers, group["betas"], strict=True)]
@@ -442,13 +443,13 @@ class AdoptedStage3(Adopted, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         self.spillway.take(parameter)
 
     def before_update(self) -> None:
-        """Whole copies would be those of before the update."""
+        """Frees whole copies, which would still have the values from before the update."""
         self._partition_all_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         with self.published():
             found: dict[str, Any] = super().state_dict()
-            found["fp32_flat_groups"] = [tensor.detach() for tensor in self.own_flats()]  # ours lose their values
+            found["fp32_flat_groups"] = [tensor.detach() for tensor in self.own_flats()]  # ours are emptied later
         return found
 
     def get_full_hp_param(self, param: Parameter, optim_state_key: str | None = None) -> Tensor | None:
@@ -482,7 +483,7 @@ class AdoptedStage3(Adopted, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return list(self.fp32_partitioned_groups_flat)
 
     def forget_states(self) -> None:
-        """Also the partitions in which DeepSpeed would have added gradients up."""
+        """Also frees the partitions in which DeepSpeed would have added up gradients."""
         super().forget_states()
         self.grad_partitions_flat_buffer = torch.empty(0)
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = dict[int, Tensor]()

@@ -1,7 +1,8 @@
-"""GatheredParameters: ZeRO-3's parameters among saved tensors. They are whole while a module runs, then in parts again.
+"""GatheredParameters: finds ZeRO-3's parameters among saved tensors. They are whole while a module runs and in parts
+otherwise.
 
-DeepSpeed gathers a module's parameters before its forward and its backward. What autograd saves of one is therefore a
-name: at backward it is looked up in the memory that the parameter has then.
+DeepSpeed gathers a module's parameters before its forward and its backward. So a parameter that autograd saves is
+recorded as a name, and backward looks the name up in the memory that the parameter has then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...resident_parameters import ParameterRef, ResidentParameters, check_versi
 
 
 class GatheredParameters:
-    """Finds saved tensors that are parameters which are whole just now, or buffers."""
+    """Finds saved tensors that belong to parameters that are whole at the moment, or to buffers."""
 
     addresses: Collection[int] | None = None
 
@@ -28,7 +29,7 @@ class GatheredParameters:
     def find(self, tensor: Tensor) -> ParameterRef | None:
         storage = tensor.untyped_storage().data_ptr()
         for name, parameter in self._by_name.items():
-            if not parameter.numel():  # in parts
+            if not parameter.numel():  # it is in parts at the moment
                 continue
             whole = parameter.data
             start = tensor.storage_offset() - whole.storage_offset()
@@ -39,7 +40,8 @@ class GatheredParameters:
         return self._buffers.find(tensor)
 
     def resolve(self, ref: ParameterRef) -> Tensor:
-        """The view that `ref` names. A recompute's own forward may have put the parameter away: then gathered again."""
+        """Returns the view that `ref` names. If the forward of a recompute has freed the parameter, gathers it
+        again."""
         parameter = self._by_name.get(ref.name)
         if parameter is None:
             return self._buffers.resolve(ref)
@@ -50,13 +52,13 @@ class GatheredParameters:
         return whole.as_strided(ref.size, ref.stride, whole.storage_offset() + ref.offset)
 
     def enter_forward(self, segment: str) -> None:
-        """DeepSpeed gathers, module by module."""
+        """Does nothing: DeepSpeed gathers, module by module."""
 
     def enter_backward(self, segment: str) -> None:
-        """DeepSpeed gathers, module by module."""
+        """Does nothing: DeepSpeed gathers, module by module."""
 
     def prefetch(self, segment: str) -> None:
-        """DeepSpeed gathers, module by module."""
+        """Does nothing: DeepSpeed gathers, module by module."""
 
     def pinned(self, segment: str) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,7 +1,7 @@
-"""Which values of each parameter DeepSpeed assigns to which rank. Pure.
+"""Computes which values of each parameter DeepSpeed assigns to which rank. Pure.
 
 Zero1, Zero2   the parameters of a group lie end to end, and the whole is cut into equal parts: a parameter belongs to
-               one rank, or to several neighbours
+               one rank, or to several neighbouring ranks
 Zero3          every parameter is cut into equal parts, the last one shorter
 """
 
@@ -14,7 +14,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class ShardPiece:
-    """Values [offset, offset + size) of one flattened parameter: those of one rank. Size 0: it has none."""
+    """One rank's part of one flattened parameter: values [offset, offset + size). Size 0: the rank has none."""
 
     offset: int
     size: int
@@ -25,13 +25,14 @@ class ShardPiece:
 
 
 Layout = Mapping[str, Sequence[ShardPiece]]
-"""Parameter -> one piece per rank; together they are the parameter."""
+"""Parameter -> one piece per rank; together they make up the parameter."""
 
 
 def cut_group(
     places: Mapping[str, tuple[int, int]], partition_size: int, world_size: int
 ) -> dict[str, list[ShardPiece]]:
-    """`places`: parameter -> (offset in its group, number of values); each rank has `partition_size` of the group."""
+    """Cuts a group. `places`: parameter -> (offset in its group, number of values); each rank has `partition_size`
+    values of the group."""
 
     def piece(start: int, size: int, rank: int) -> ShardPiece:
         first = min(max(rank * partition_size, start), start + size)
@@ -42,7 +43,8 @@ def cut_group(
 
 
 def cut_evenly(num_values: int, world_size: int) -> list[ShardPiece]:
-    """One parameter in parts of ceil(n / ranks) values; what is left is the last one's."""
+    """Cuts one parameter into parts of ceil(n / ranks) values; the last part may be shorter, and later ranks may have
+    none."""
     part = -(-num_values // world_size)
     starts = [min(rank * part, num_values) for rank in range(world_size + 1)]
     return [ShardPiece(start, end - start) for start, end in pairwise(starts)]

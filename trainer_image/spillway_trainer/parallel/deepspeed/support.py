@@ -1,6 +1,6 @@
-"""Checks the parts of DeepSpeed that we depend on, before the first step.
+"""Checks the features of DeepSpeed that we depend on, before the first step.
 
-An engine outside of it would train wrongly without saying so, or fail in the middle of a run.
+An engine with unsupported settings would train wrongly without an error, or fail in the middle of a run.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Engine = Any
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row of the matrix."""
+    """One row of the support matrix."""
 
     field: str
-    """As in DeepSpeed's configuration."""
+    """Its name in DeepSpeed's configuration."""
     found: Callable[[Engine], str]
-    """What is not supported; empty if nothing."""
+    """Returns the unsupported setting of an engine; empty if there is none."""
     instead: str
 
 
 def check_version(version: str) -> None:
-    """Raises UserError for another DeepSpeed than the adapter was made for."""
+    """Raises UserError for a version of DeepSpeed for which the adapter was not made."""
     numbers = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:3] if part.isdecimal())
     if not FIRST_VERSION <= numbers < TOO_NEW_VERSION:
         raise UserError(
@@ -45,7 +45,7 @@ def check_version(version: str) -> None:
 
 
 def check_engine(engine: Engine) -> None:
-    """Raises UserError with every row of SUPPORT that the engine is outside of."""
+    """Raises UserError that lists every row of SUPPORT that the engine violates."""
     import deepspeed  # noqa: PLC0415 - seconds
 
     check_version(deepspeed.__version__)
@@ -57,7 +57,7 @@ def check_engine(engine: Engine) -> None:
 
 
 def check_settings(engine: Engine, settings: Hyperparameters) -> None:
-    """Raises UserError where the engine's AdamW, which is read from and written to checkpoints, has other numbers."""
+    """Raises UserError if the engine's AdamW, which checkpoints are written from and read into, has other settings."""
     groups = engine.basic_optimizer.param_groups
     theirs = (*groups[0]["betas"], groups[0]["eps"])
     decays = sorted({group["weight_decay"] for group in groups} - {0.0})
@@ -85,7 +85,7 @@ def _dtypes(engine: Engine) -> str:
 
 
 def _without_values(engine: Engine) -> str:
-    """ZeRO-3's parts count: a parameter itself is empty there."""
+    """Checks ZeRO-3's parts, because the parameters themselves are empty there."""
     named = engine.module.named_parameters()
     found = [name for name, parameter in named if getattr(parameter, "ds_tensor", parameter).is_meta]
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -93,13 +93,13 @@ def _without_values(engine: Engine) -> str:
 
 
 def _loss_scale(engine: Engine) -> str:
-    """Of a section fp16, whatever the parameters' type, or of a script's own scaler."""
+    """Finds loss scaling: a section fp16, whatever the parameters' type, or a script's own scaler."""
     own = getattr(engine.optimizer, "custom_loss_scaler", False)
     return "fp16.enabled" if engine.fp16_enabled() else "a custom loss scale" if own else ""
 
 
 def _gradients(engine: Engine) -> str:
-    """What DeepSpeed would do to gradients on their way between ranks, which is ours now."""
+    """Finds changes that DeepSpeed would make to gradients in their exchange, which Spillway now does."""
     asked = {
         "prescale_gradients": not engine.postscale_gradients(),
         "gradient_predivide_factor": engine.gradient_predivide_factor() != 1.0,

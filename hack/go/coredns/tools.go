@@ -1,6 +1,0 @@
-//go:build tools
-
-// Package tools names the program that the test bed builds from this module.
-package tools
-
-import _ "github.com/coredns/coredns"
