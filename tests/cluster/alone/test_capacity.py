@@ -221,10 +221,8 @@ def test_a_model_that_fits_only_sharded_is_sharded_on_all_devices_of_a_node(
     for _ in nodes_of(spillway, [node("large-000", "large", "h100", memory="2Ti")], None):
         spillway.create(example("llama-70b", namespace, scheduling=scheduling))
         spillway.until(lambda _: bool(spillway.children("pod", namespace, "llama-70b")), namespace, "llama-70b")
-        (pod,), plan = (
-            spillway.children("pod", namespace, "llama-70b"),
-            spillway.job(namespace, "llama-70b")["status"]["plan"],
-        )
+        (pod,) = spillway.children("pod", namespace, "llama-70b")
+        plan = spillway.job(namespace, "llama-70b")["status"]["plan"]
         print(f"\n{plan['summary']}")
         assert plan["device"] == "Cuda" and "strategy Fsdp: Ddp does not fit" in plan["summary"], plan
         assert pod["spec"]["containers"][0]["resources"]["requests"]["nvidia.com/gpu"] == "8"
