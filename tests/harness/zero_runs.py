@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors.torch import load_file
-
 from harness import local_runs, rank_runs
 from harness.patience import wait_until
 from harness.places import IMPORTABLE
@@ -29,6 +27,7 @@ from spillway.planning.hardware import local_node
 from spillway.planning.planner import Overrides, make_plan
 from spillway.units import GIB
 from spillway_trainer.checkpoints.directory import choose_resume
+from spillway_trainer.checkpoints.tensors import read
 
 SHORT = {"gradientReduce: bfloat16": "gradientReduce: float32", "steps: 4": "steps: 2"}
 ONE_MICRO_BATCH = {"globalBatchSize: 8": "globalBatchSize: 4"}
@@ -137,7 +136,6 @@ def run_case(case: Case, directory: Path, text: Path, corpus: Path) -> Found:
         ended.append(run_attempt(attempt, job))
     steps = local_runs.events(directory, "step")
     last = choose_resume(directory / "checkpoints").checkpoint
-    files = sorted(last.path.glob("*.safetensors")) if last else []
     return Found(
         exit_codes=[[rank.exit_code for rank in ranks] for ranks in ended],
         terminations=[[rank.termination for rank in ranks] for ranks in ended],
@@ -145,7 +143,7 @@ def run_case(case: Case, directory: Path, text: Path, corpus: Path) -> Found:
         losses={str(entry["step"]): entry["loss"] for entry in steps},
         evaluations={str(e["step"]): e["loss"] for e in local_runs.events(directory, "evaluation")},
         norms={str(entry["step"]): entry["gradient_norm"] for entry in steps},
-        tensors={name: digest(value) for file in files for name, value in load_file(file).items()},
+        tensors={name: digest(value) for name, value in read(last, last.manifest.tensors)} if last else {},
         checkpoints=[entry["step"] for entry in local_runs.events(directory, "checkpoint")],
         missed=[entry["step"] for entry in local_runs.events(directory, "checkpoint_missed")],
         tier_bytes=steps[-1]["tier_bytes"] if steps else {},

@@ -124,8 +124,8 @@ NO_EXCHANGE = NoExchange()
 class Ranks(Protocol):
     """What the ranks of one run do together. Every rank makes the same calls in the same order.
 
-    `first`, `tell` and `agree` may wait long (for a corpus or a checkpoint), and a signal interrupts them; all others
-    are part of a step and have a time limit. Each raises PeerLost if a rank that it needs is gone.
+    `first`, `tell`, `each` and `agree` may wait long (for a corpus or a checkpoint), and a signal interrupts them; all
+    others are part of a step and have a time limit. Each raises PeerLost if a rank that it needs is gone.
     """
 
     @property
@@ -137,6 +137,10 @@ class Ranks(Protocol):
 
     def tell(self, label: str, work: Callable[[], str]) -> str:
         """Like `first`, but every rank gets the result."""
+
+    def each(self, label: str, work: Callable[[], str]) -> list[str]:
+        """Every rank does `work`, and gets the results of all, in the order of ranks. If some raise a SpillwayError,
+        every rank raises that of the first of them."""
 
     def agree(self, what: str, value: str) -> None:
         """Wait for all ranks. Raises UserError on every rank unless all have the same `value`."""
@@ -167,6 +171,9 @@ class OneRank:
 
     def tell(self, label: str, work: Callable[[], str]) -> str:
         return work()
+
+    def each(self, label: str, work: Callable[[], str]) -> list[str]:
+        return [work()]
 
     def agree(self, what: str, value: str) -> None:
         return

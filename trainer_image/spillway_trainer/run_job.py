@@ -46,6 +46,7 @@ from .optimizer.loss_scale import LossScaler
 from .optimizer.schedule import LearningRate
 from .parallel import numa
 from .parallel.distributed import abort_exchanges, joined
+from .parallel.shards import ShardedOptimizer
 from .ranks import Ranks, World
 from .reporting.exporter import Exporter
 from .reporting.progress_client import reporting
@@ -349,7 +350,7 @@ class RunCheckpoints:
 
     job: JobFile
     epoch: Epoch | None
-    """Only rank 0 has it, because it reads and writes for all."""
+    """Only rank 0 has it."""
     assembly: Assembly
     batches: TokenBatches
     corpus: Corpus
@@ -369,12 +370,8 @@ class RunCheckpoints:
     _writing: Future[Written] | None = None
 
     def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
-        """Writes a checkpoint of `progress`. Every rank has the same state, so only rank 0 writes; if it cannot write,
-        no rank has committed.
-
-        If states are divided, every rank hands over its part of each state, even of those that a failing rank 0 does
-        not write.
-        """
+        """Writes a checkpoint of `progress`. If every rank has the same state, only rank 0 writes; if states are
+        divided, every rank writes its pieces. If a rank cannot write, no rank has committed."""
         assert self._writing is None, "written() comes first"
         started, step, tensors = time.perf_counter(), progress.step, self.assembly.states()
         if behind and self.memory.nbytes:
@@ -384,18 +381,20 @@ class RunCheckpoints:
                 self._writing = self._writer.submit(self._commit_behind, state, copies, started, stalled)
                 return None
             tensors = chain(copies, left, tensors)
-        is_divided = self.assembly.divided is not None
-        if is_divided and not self.ranks.world.is_first:
-            exhaust(tensors)
-
-        def work() -> Written:
-            try:
-                return self._commit(self._state(progress), tensors, started)
-            finally:
-                if is_divided:
-                    exhaust(tensors)
-
+        divided = self.assembly.divided
         try:
+            if divided is not None and self._is_shared():
+                return self._commit_pieces(divided.optimizer, progress, started)
+            if divided is not None and not self.ranks.world.is_first:
+                exhaust(tensors)
+
+            def work() -> Written:
+                try:
+                    return self._commit(self._state(progress), tensors, started)
+                finally:
+                    if divided is not None:
+                        exhaust(tensors)
+
             return self.ranks.first("checkpoint", work) or Written(step)
         except CheckpointNotWritten as error:
             return Written(step, missed=error)
@@ -449,14 +448,37 @@ class RunCheckpoints:
         self, state: TrainingState, tensors: Iterable[tuple[str, Tensor]], started: float, *, stay: bool = False
     ) -> Written:
         assert self.epoch is not None
-        nbytes = checkpoint.save(self.epoch, state, tensors, stay=stay).manifest.nbytes
+        return self._pruned(checkpoint.save(self.epoch, state, tensors, stay=stay), started)
+
+    def _is_shared(self) -> bool:
+        """Whether every rank sees the directory in which rank 0 has begun this epoch, so that its node has no disk of
+        its own there."""
+        begun = Path(self.job.checkpoint_directory) / f"epoch-{self.job.epoch}.json"
+        return all(self.ranks.each("checkpoint directory", lambda: "seen" if begun.exists() else ""))
+
+    def _commit_pieces(self, optimizer: ShardedOptimizer, progress: RunProgress, started: float) -> Written:
+        """Every rank writes its pieces of the states, and rank 0 the running statistics and the manifest."""
+        statistics = running_statistics.states(self.assembly.model) if self.epoch else ()
+        pieces, shapes = chain(optimizer.own_pieces(), statistics), optimizer.state_shapes()
+        found = checkpoint.save_in_pieces(self.ranks, self.epoch, self._state(progress), pieces, shapes)
+
+        def pruned() -> Written:
+            assert found is not None
+            return self._pruned(found, started)
+
+        return self.ranks.first("removal of old checkpoints", pruned) or Written(progress.step)
+
+    def _pruned(self, written: StoredCheckpoint, started: float) -> Written:
+        """Removes older checkpoints. `started`: when this one was begun."""
+        assert self.epoch is not None
+        state = written.manifest.state
         try:
             kept = self.job.spec.checkpoint
             self.epoch.prune(kept.keep, state.best.step if kept.keep_best else 0)
         except CheckpointNotWritten as error:  # the new checkpoint is committed all the same
             report(str(error))
         seconds = time.perf_counter() - started
-        return Written(state.step, nbytes, seconds, seconds)
+        return Written(state.step, written.manifest.nbytes, seconds, seconds)
 
     def _found_state(self) -> str:
         """Returns the state that the epoch resumes from, as JSON; empty if the epoch has no checkpoint. Raises

@@ -237,7 +237,7 @@ def _no_report(case: Case) -> Finding:
 
 def _queued(case: Case, attempt: AttemptObject) -> Desired:
     """Handles a suspended attempt, which the queue resumes. An evicted one has run: a new attempt replaces it."""
-    has_run = case.reason(c.QUOTA_RESERVED) in ("Admitted", c.EVICTED_BY_QUEUE)
+    has_run = case.attempts.active_time or case.reason(c.QUOTA_RESERVED) in ("Admitted", c.EVICTED_BY_QUEUE)
     if has_run or attempt.active or attempt.ready:
         evicted = false(c.QUOTA_RESERVED, c.EVICTED_BY_QUEUE, "the queue took the quota back; a new attempt will queue")
         return write(case.found(evicted), deletes=(_deletion(attempt),), look_again=PATIENCE_SECONDS)

@@ -3,17 +3,18 @@
 docs/checkpoints.md states the rules one by one. Does not import torch: `spillway ckpt` uses it to list and verify.
 
     Epoch.start -> epoch-E.json      records what epoch E resumes from; from then on every earlier epoch is fenced
-    Epoch.pending -> step-N.eE.tmp   the ranks write their files
+    Epoch.pending -> step-N.eE.tmp   one rank writes all files, or each rank writes its Part
     Pending.commit -> step-N.eE      manifest last, then the rename
     Epoch.prune                      keeps the newest checkpoints that verify
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -184,32 +185,54 @@ def tokenizer_of(checkpoint: StoredCheckpoint, places: Iterable[Path] = ()) -> P
     )
 
 
-class Pending:
+class Part:
+    """What one process writes of a checkpoint, into its temporary directory `path`. `prefix`: of its files' names."""
+
+    def __init__(self, path: Path, files: DurableFiles, prefix: str = "tensors") -> None:
+        self.path, self.files, self.prefix = path, files, prefix
+        self.written: list[FileEntry] = []
+        self.tensors: dict[str, TensorEntry] = {}
+
+    def to_json(self) -> str:
+        tensors = {name: entry.to_json() for name, entry in self.tensors.items()}
+        return json.dumps({"files": [asdict(entry) for entry in self.written], "tensors": tensors})
+
+
+class Pending(Part):
     """A checkpoint that is being written: a temporary sibling until `commit` gives it its name."""
 
     def __init__(self, epoch: Epoch, name: CheckpointName) -> None:
+        super().__init__(epoch.directory / f"{name}.tmp", epoch.files)
         self.name = name
-        self.path = epoch.directory / f"{name}.tmp"
-        self.files = epoch.files
-        self.written: list[FileEntry] = []
-        """Files of all ranks; rank 0 adds those that the others report."""
-        self.tensors: dict[str, TensorEntry] = {}
         self._epoch = epoch
+
+    def join(self, parts: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> None:
+        """Adds the parts that all ranks wrote (Part.to_json), in the order of ranks. `shapes`: of the tensors that they
+        may have in pieces, in the order of the manifest."""
+        found = [json.loads(part) for part in parts]
+        self.written += [FileEntry(**entry) for part in found for entry in part["files"]]
+        by_rank = [{name: TensorEntry.from_json(of) for name, of in part["tensors"].items()} for part in found]
+        for name, shape in shapes.items():
+            files = tuple(file for part in by_rank if name in part for file in part.pop(name).files)
+            self.tensors[name] = TensorEntry(files, tuple(shape))
+        for part in by_rank:
+            self.tensors |= part
 
     def commit(self, state: TrainingState) -> StoredCheckpoint:
         """Commits the checkpoint. Once this returns, it survives a power failure; before the rename it does not
-        exist."""
+        exist. Raises as Epoch.pending."""
         assert state.step == self.name.step, f"state of step {state.step} in {self.name}"
         epoch, target = self._epoch, self._epoch.directory / str(self.name)
         manifest = Manifest(
             self.name, epoch.parent, tuple(self.written), dict(self.tensors), state, spillway=__version__
         )
-        self.files.write(self.path / MANIFEST, [memoryview(manifest.to_bytes())])
-        self.files.sync_directory(self.path)
-        epoch.check_fence()
-        _refuse_existing(target)
-        self.files.rename(self.path, target)
-        self.files.sync_directory(epoch.directory)
+        with not_written(target):
+            self.files.write(self.path / MANIFEST, [memoryview(manifest.to_bytes())])
+            self.files.sync_directory(self.path)
+            epoch.check_fence()
+            _refuse_existing(target)
+            self.files.rename(self.path, target)
+            self.files.sync_directory(epoch.directory)
         epoch.parent = self.name
         return StoredCheckpoint(target, manifest)
 
@@ -234,8 +257,7 @@ def owner_of(directory: Path) -> Owner | None:
 
 
 class Epoch:
-    """One attempt's hold on the checkpoint directory. Only rank 0 has one; the other ranks write into
-    `Pending.path`."""
+    """One attempt's hold on the checkpoint directory. Only rank 0 has one; other ranks may write a Part."""
 
     def __init__(self, directory: Path, number: int, resume: Resume, files: DurableFiles) -> None:
         self.directory = directory
@@ -276,8 +298,7 @@ class Epoch:
 
     def check_fence(self) -> None:
         """Raises Fenced if a later epoch has begun, because nothing would read what this epoch still writes."""
-        if any(seen > self.number for seen in _epochs_seen(self.directory)):
-            raise _fenced(self.directory, self.number)
+        check_fence(self.directory, self.number)
 
     @contextmanager
     def pending(self, step: int) -> Iterator[Pending]:
@@ -289,16 +310,8 @@ class Epoch:
         self.check_fence()
         pending = Pending(self, CheckpointName(epoch=self.number, step=step))
         _refuse_existing(self.directory / str(pending.name))
-        try:
-            with self.files.temporary_directory(pending.path):
-                yield pending
-        except OSError as error:
-            self.check_fence()  # a later epoch removes our temporary files: then raise Fenced
-            raise CheckpointNotWritten(
-                f"{self.directory / str(pending.name)}: this checkpoint was not written: {error.strerror or error}"
-                f"{f' ({error.filename})' if error.filename else ''}; earlier checkpoints are intact. Free space on "
-                "the volume with the checkpoints, or use a larger volume"
-            ) from error
+        with not_written(self.directory / str(pending.name)), self.files.temporary_directory(pending.path):
+            yield pending
 
     def prune(self, keep: int, best_step: int = 0) -> list[CheckpointName]:
         """Removes checkpoints that are no longer needed and returns their names.
@@ -451,6 +464,29 @@ def _summary(directory: Path, name: CheckpointName, in_lineage: bool) -> Checkpo
         str(name), name.step, name.epoch, parent, size, len(manifest.tensors), modified, schedule, in_lineage, "",
         manifest.state.best.step,
     )  # fmt: skip
+
+
+def check_fence(directory: Path, number: int) -> None:
+    """Raises Fenced if an epoch later than `number` has begun."""
+    if any(seen > number for seen in _epochs_seen(directory)):
+        raise _fenced(directory, number)
+
+
+@contextmanager
+def not_written(target: Path) -> Iterator[None]:
+    """Raises an OSError in its block as the failure to write the checkpoint `target` (CheckpointNotWritten), or as
+    Fenced if a later epoch has begun, because that epoch removes temporary files."""
+    try:
+        yield
+    except OSError as error:
+        name = CheckpointName.parse(target.name)
+        assert name is not None, target
+        check_fence(target.parent, name.epoch)
+        raise CheckpointNotWritten(
+            f"{target}: this checkpoint was not written: {error.strerror or error}"
+            f"{f' ({error.filename})' if error.filename else ''}; earlier checkpoints are intact. Free space on "
+            "the volume with the checkpoints, or use a larger volume"
+        ) from error
 
 
 def _refuse_existing(target: Path) -> None:

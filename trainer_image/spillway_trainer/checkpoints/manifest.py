@@ -19,7 +19,8 @@ from .durable_files import FileEntry, describe_file, open_regular
 from .sealed_json import Unsealed, seal, unseal
 
 MANIFEST = "manifest.json"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION, PIECES_VERSION = 1, 2
+"""Versions of the format; the second one has tensors in pieces."""
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)\.e(0|[1-9][0-9]*)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -57,10 +58,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The file and shape of one tensor of the checkpoint."""
+    """Where one tensor of the checkpoint is, and its shape."""
 
-    file: str
+    files: tuple[str, ...]
+    """The file that has it, or those that have its pieces: flat, under its name, in this order end to end."""
     shape: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"file": self.files[0], "shape": self.shape} if len(self.files) == 1 else asdict(self)
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> TensorEntry:
+        files = [fields["file"]] if "file" in fields else fields["files"]
+        return TensorEntry(tuple(files), tuple(fields["shape"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +168,15 @@ class Manifest:
         return sum(entry.nbytes for entry in self.files)
 
     def to_bytes(self) -> bytes:
+        in_pieces = any(len(entry.files) > 1 for entry in self.tensors.values())
         return seal(
             {
-                "version": MANIFEST_VERSION,
+                "version": PIECES_VERSION if in_pieces else MANIFEST_VERSION,
                 "step": self.name.step,
                 "epoch": self.name.epoch,
                 "parent": None if self.parent is None else str(self.parent),
                 "files": [asdict(entry) for entry in self.files],
-                "tensors": {name: asdict(entry) for name, entry in self.tensors.items()},
+                "tensors": {name: entry.to_json() for name, entry in self.tensors.items()},
                 "state": self.state.to_json(),
                 "spillway": self.spillway,
             }
@@ -176,11 +187,11 @@ class Manifest:
         """Parses a manifest. Raises Unsealed when a byte differs from what was written, and UserError for a version
         that this code cannot read."""
         fields = unseal(content)
-        if fields.get("version") != MANIFEST_VERSION:
+        if fields.get("version") not in (MANIFEST_VERSION, PIECES_VERSION):
             raise UserError(
                 f"checkpoint of step {fields.get('step')}: written by Spillway {fields.get('spillway')} in checkpoint "
-                f"format {fields.get('version')}, but this version of Spillway reads only format {MANIFEST_VERSION}; "
-                "use the version of Spillway that wrote the checkpoint"
+                f"format {fields.get('version')}, but this version of Spillway reads only formats {MANIFEST_VERSION} "
+                f"and {PIECES_VERSION}; use the version of Spillway that wrote the checkpoint"
             )
         try:
             return Manifest._from_fields(fields)
@@ -193,9 +204,7 @@ class Manifest:
             name=CheckpointName(epoch=fields["epoch"], step=fields["step"]),
             parent=None if fields["parent"] is None else CheckpointName.parse(fields["parent"]),
             files=tuple(FileEntry(**entry) for entry in fields["files"]),
-            tensors={
-                name: TensorEntry(entry["file"], tuple(entry["shape"])) for name, entry in fields["tensors"].items()
-            },
+            tensors={name: TensorEntry.from_json(entry) for name, entry in fields["tensors"].items()},
             state=TrainingState.from_json(fields["state"]),
             spillway=fields["spillway"],
         )
@@ -236,7 +245,7 @@ def verify_checkpoint(path: Path) -> list[Problem]:
     except Unsealed as error:
         return [Problem(path.name, MANIFEST, "an intact manifest", str(error))]
     files = {entry.name for entry in checkpoint.manifest.files}
-    strays = {entry.file for entry in checkpoint.manifest.tensors.values()} - files
+    strays = {file for entry in checkpoint.manifest.tensors.values() for file in entry.files} - files
     if strays:
         return [Problem(str(checkpoint), MANIFEST, "tensors in the files that it lists", repr(min(strays)))]
     problems = (_verify_file(checkpoint, entry) for entry in checkpoint.manifest.files)

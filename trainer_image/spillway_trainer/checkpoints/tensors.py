@@ -13,7 +13,9 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,9 @@ from spillway.units import MIB
 from spillway.update_rules import MASTER, MomentType, UpdateRule
 
 from ..optimizer.plain import MOMENT_DTYPES, Hyperparameters
-from .directory import Epoch, Pending
+from ..ranks import Ranks
+from .directory import Epoch, Part, Pending, not_written
+from .durable_files import DurableFiles
 from .manifest import StoredCheckpoint, TensorEntry, TrainingState
 
 NONE: Mapping[str, Sequence[int]] = {}
@@ -59,14 +63,49 @@ def save(
         return pending.commit(state)
 
 
+def save_in_pieces(
+    ranks: Ranks,
+    epoch: Epoch | None,
+    state: TrainingState,
+    pieces: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, Sequence[int]],
+) -> StoredCheckpoint | None:
+    """Commits one checkpoint, into whose directory every rank writes its own `pieces` of the tensors with these
+    `shapes`. Every rank calls it; only rank 0 has an epoch and gets the checkpoint. If one of them raises as `save`,
+    all do."""
+    begun: list[Pending] = []
+    with ExitStack() as opened:
+
+        def begin() -> str:
+            assert epoch is not None
+            begun.append(opened.enter_context(epoch.pending(state.step)))
+            return str(begun[0].path)
+
+        path = Path(ranks.tell("checkpoint", begin))
+
+        def write() -> str:
+            part = Part(path, begun[0].files if begun else DurableFiles(), f"rank-{ranks.world.rank}")
+            with not_written(path.with_suffix("")):
+                write_tensors(part, pieces)
+            return part.to_json()
+
+        parts = ranks.each("checkpoint", write)
+
+        def end() -> StoredCheckpoint:
+            begun[0].join(parts, shapes)
+            return begun[0].commit(state)
+
+        return ranks.first("checkpoint", end)
+
+
 def write_tensors(
-    pending: Pending, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES, *, stay: bool = False
+    part: Part, tensors: Iterable[tuple[str, Tensor]], file_bytes: int = FILE_BYTES, *, stay: bool = False
 ) -> None:
     """Writes tensors into numbered files. A tensor may be reused once the next one is requested, unless they `stay`."""
-    group = _Group(pending, file_bytes, stay)
+    group = _Group(part, file_bytes, stay)
     for name, tensor in tensors:
         assert tensor.dtype in _SAFETENSORS_DTYPE, f"{name} is {tensor.dtype}"
-        assert name not in pending.tensors, f"{name} comes twice"
+        assert name not in part.tensors, f"{name} comes twice"
         group.add(name, tensor)
     group.write()
 
@@ -74,8 +113,8 @@ def write_tensors(
 class _Group:
     """Collects tensors until a file is full; copies them into one buffer unless they stay valid."""
 
-    def __init__(self, pending: Pending, file_bytes: int, stay: bool) -> None:
-        self._pending, self._file_bytes, self._stay = pending, file_bytes, stay
+    def __init__(self, part: Part, file_bytes: int, stay: bool) -> None:
+        self._part, self._file_bytes, self._stay = part, file_bytes, stay
         # Pages are touched, and so become resident, only as far as the buffer fills.
         self._buffer = torch.empty(0 if stay else file_bytes, dtype=torch.uint8)
         self._used = 0
@@ -98,14 +137,14 @@ class _Group:
             self._held, self._used = {}, 0
 
     def _write_file(self, tensors: Mapping[str, Tensor]) -> None:
-        path = self._pending.path / f"tensors-{self._num_files:05d}.safetensors"
+        path = self._part.path / f"{self._part.prefix}-{self._num_files:05d}.safetensors"
         # The widest come first, because the data has no gaps and readers need every tensor aligned.
         in_order = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         header = safetensors_header({name: (tensor.dtype, tensor.shape) for name, tensor in in_order.items()})
         content = [memoryview(header), *(bytes_of(tensor) for tensor in in_order.values() if tensor.nbytes)]
-        self._pending.written.append(self._pending.files.write(path, content))
+        self._part.written.append(self._part.files.write(path, content))
         for name, tensor in in_order.items():
-            self._pending.tensors[name] = TensorEntry(path.name, tuple(tensor.shape))
+            self._part.tensors[name] = TensorEntry((path.name,), tuple(tensor.shape))
         self._num_files += 1
 
 
@@ -155,15 +194,24 @@ def load(
 def _loaded(
     checkpoint: StoredCheckpoint, wanted: Iterable[str], statistics: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the `wanted` tensors, in the manifest's order."""
-    tensors, moments = checkpoint.manifest.tensors, MOMENT_DTYPES[MomentType(checkpoint.manifest.state.moments)]
-    for file_name, names in groupby(wanted, key=lambda name: tensors[name].file):
-        with safe_open(checkpoint.path / file_name, framework="pt") as file:
+    """Yields the `wanted` tensors, in their order."""
+    moments = MOMENT_DTYPES[MomentType(checkpoint.manifest.state.moments)]
+    for name, tensor in read(checkpoint, wanted):
+        of_kind = torch.float32 if name.startswith(f"{MASTER}.") else moments
+        assert name in statistics or tensor.dtype == of_kind, name
+        yield name, tensor
+
+
+def read(checkpoint: StoredCheckpoint, wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a verified checkpoint that are `wanted`, whole, in the order of the names."""
+    tensors = checkpoint.manifest.tensors
+    for files, names in groupby(wanted, key=lambda name: tensors[name].files):
+        with ExitStack() as opened:
+            pieces = [opened.enter_context(safe_open(checkpoint.path / file, framework="pt")) for file in files]
             for name in names:
-                tensor = file.get_tensor(name)
-                of_kind = torch.float32 if name.startswith(f"{MASTER}.") else moments
-                assert name in statistics or tensor.dtype == of_kind, name
-                yield name, tensor
+                shape = tensors[name].shape
+                found = [piece.get_tensor(name) for piece in pieces]
+                yield name, found[0] if len(found) == 1 else torch.cat([part.view(-1) for part in found]).view(shape)
 
 
 def load_parameters(

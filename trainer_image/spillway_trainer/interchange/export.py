@@ -11,19 +11,17 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from spillway.errors import CheckpointCorrupt, UserError
 
 from ..checkpoints.durable_files import DurableFiles, describe_file
 from ..checkpoints.manifest import StoredCheckpoint, TrainingState, open_checkpoint, verify_checkpoint
-from ..checkpoints.tensors import bytes_of, safetensors_header
+from ..checkpoints.tensors import bytes_of, read, safetensors_header
 from ..corpus.tokens import END_OF_TEXT_ID
 
 ExportDtype = Literal["bfloat16", "float16", "float32"]
@@ -190,8 +188,8 @@ def _merged(checkpoint: StoredCheckpoint, source: Path | None, dtype: ExportDtyp
     empty = families.empty_model(families.config_from(model["config"]))
     chain = families.chain_of(empty, torch.float32, directory=directory)
     shapes = {name: tuple(p.shape) for name, p in chain.named_parameters() if name not in chain.tied}
-    files = {name.removeprefix(_MASTER): tensor.file for name, tensor in checkpoint.manifest.tensors.items()}
-    adapted = {name.replace(_LORA_A, ""): name for name in files if _LORA_A in name}
+    found = [name.removeprefix(_MASTER) for name in checkpoint.manifest.tensors]
+    adapted = {name.replace(_LORA_A, ""): name for name in found if _LORA_A in name}
     if shared := sorted(adapted.keys() & {*chain.tied, *chain.tied.values()}):
         raise UserError(
             f"{checkpoint}: {shared[0]} is used in two places of the model, but has an adapter in only one of them, "
@@ -199,9 +197,7 @@ def _merged(checkpoint: StoredCheckpoint, source: Path | None, dtype: ExportDtyp
         )
 
     def stored(name: str) -> Tensor:
-        with safe_open(checkpoint.path / files[name], framework="pt") as opened:
-            value: Tensor = opened.get_tensor(_MASTER + name)
-            return value
+        return next(read(checkpoint, [_MASTER + name]))[1]
 
     def values() -> Iterator[tuple[str, Tensor]]:
         scale = model["lora"]["lora_alpha"] / model["lora"]["r"]
@@ -230,10 +226,7 @@ def _masters(file: str, checkpoint: StoredCheckpoint, pieces: Pieces) -> WeightF
     masters = [name for name in tensors if name.startswith(_MASTER)]
 
     def values() -> Iterator[tuple[str, Tensor]]:
-        for file_name, names in groupby(masters, key=lambda name: tensors[name].file):
-            with safe_open(checkpoint.path / file_name, framework="pt") as opened:
-                for name in names:
-                    yield name.removeprefix(_MASTER), opened.get_tensor(name)
+        return ((name.removeprefix(_MASTER), value) for name, value in read(checkpoint, masters))
 
     return _weight_file(file, {name.removeprefix(_MASTER): tensors[name].shape for name in masters}, values, pieces)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from spillway.errors import UserError
@@ -18,6 +16,7 @@ from spillway.update_rules import MASTER
 
 from ..checkpoints.durable_files import DurableFiles
 from ..checkpoints.manifest import StoredCheckpoint
+from ..checkpoints.tensors import read
 from ..kernels.reference import widened
 from ..optimizer.plain import Hyperparameters
 from .distributed import write_distributed
@@ -127,12 +126,9 @@ def _values(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, str, Tensor]]:
     """Yields (kind, name, value), file by file. Moments are widened to float32, which changes no value, and get their
     parameter's shape."""
     tensors = checkpoint.manifest.tensors
-    for file_name, names in groupby(tensors, key=lambda name: tensors[name].file):
-        with safe_open(checkpoint.path / file_name, framework="pt") as opened:
-            for full_name in names:
-                kind, _, name = full_name.partition(".")
-                value = widened(opened.get_tensor(full_name), kind)
-                yield kind, name, value.view(tensors[f"{MASTER}.{name}"].shape)
+    for full_name, value in read(checkpoint, tensors):
+        kind, _, name = full_name.partition(".")
+        yield kind, name, widened(value, kind).view(tensors[f"{MASTER}.{name}"].shape)
 
 
 def _aliases(checkpoint: StoredCheckpoint, names: Sequence[str]) -> Mapping[str, str]:

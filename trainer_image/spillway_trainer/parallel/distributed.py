@@ -52,8 +52,6 @@ CONNECT_SECONDS = 2.0
 LOOPBACK = "127.0.0.1"
 NOT_THERE = "read the logs of the missing ranks, and check that the nodes can reach each other over the network"
 NO_LIMIT = timedelta(days=3650)
-VALUE_BYTES = 256
-"""Size of the values that ranks compare."""
 HEADER_BYTES = 1024
 """Size of the header of a shared tensor: its name, shape and type."""
 SQUARE_SUM_WORDS = 24
@@ -308,13 +306,24 @@ class TorchRanks:
         self._wait(label, dist.broadcast(length, 0, self.decisions, async_op=True))
         text = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else bytes_of_size(length)
         self._wait(label, dist.broadcast(text, 0, self.decisions, async_op=True))
-        return (decision or RankZeroResult.from_json(text.numpy().tobytes())).result()
+        return (decision or Outcome.from_json(text.numpy().tobytes())).result()
+
+    def each(self, label: str, work: Callable[[], str]) -> list[str]:
+        own = decided(work)
+        content = own.to_json()
+        lengths = torch.empty(self.world.size, dtype=torch.int64)
+        length = torch.tensor([len(content)])
+        self._wait(label, dist.all_gather_into_tensor(lengths, length, self.decisions, async_op=True))
+        longest = int(lengths.max())
+        padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
+        every = torch.empty(self.world.size * longest, dtype=torch.uint8)
+        self._wait(label, dist.all_gather_into_tensor(every, padded, self.decisions, async_op=True))
+        found = [Outcome.from_json(part.numpy().tobytes()) for part in torch.split(every, longest)]
+        found[self.world.rank] = own  # with its traceback
+        return [one.result() for one in found]
 
     def agree(self, what: str, value: str) -> None:
-        own = torch.frombuffer(bytearray(value.encode().ljust(VALUE_BYTES)), dtype=torch.uint8)
-        every = torch.empty(self.world.size * VALUE_BYTES, dtype=torch.uint8)
-        self._wait(what, dist.all_gather_into_tensor(every, own, self.decisions, async_op=True))
-        values = [part.numpy().tobytes().decode().strip() for part in torch.split(every, VALUE_BYTES)]
+        values = self.each(what, lambda: value)
         if others := [rank for rank, said in enumerate(values) if said != values[0]]:
             raise UserError(
                 f"{what}: {_named(others)} found {values[others[0]]}, but rank 0 found {values[0]}; all ranks must "
@@ -371,8 +380,8 @@ class TorchRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class RankZeroResult:
-    """The outcome of rank 0's work: a text or an error."""
+class Outcome:
+    """The outcome of a rank's work: a text or an error."""
 
     text: str = ""
     error: SpillwayError | None = None
@@ -389,21 +398,21 @@ class RankZeroResult:
         return json.dumps(fields, default=str).encode()
 
     @staticmethod
-    def from_json(content: bytes) -> RankZeroResult:
+    def from_json(content: bytes) -> Outcome:
         fields = json.loads(content)
         if "text" in fields:
-            return RankZeroResult(text=fields["text"])
+            return Outcome(text=fields["text"])
         kind = {kind.__name__: kind for kind in kinds_of_error(SpillwayError)}[fields["error"]]
         error = kind.__new__(kind)  # not by its own __init__: InvalidJob's arguments are not sent
         SpillwayError.__init__(error, fields["message"], **fields["details"])
-        return RankZeroResult(error=error)
+        return Outcome(error=error)
 
 
-def decided(work: Callable[[], str]) -> RankZeroResult:
+def decided(work: Callable[[], str]) -> Outcome:
     try:
-        return RankZeroResult(text=work())
+        return Outcome(text=work())
     except SpillwayError as error:
-        return RankZeroResult(error=error)
+        return Outcome(error=error)
 
 
 def kinds_of_error(kind: type[SpillwayError]) -> Iterator[type[SpillwayError]]:

@@ -130,16 +130,28 @@ class ShardedOptimizer:
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors, on every rank; every rank has to consume all of them."""
-        own = self._own.state()
-        rank = self._peers.world.rank
-        for name, pieces in self._division.layout.items():
-            sizes = [piece.size for piece in pieces]
-            for kind in self._settings.rule.state_kinds:
-                dtype = self._settings.state_dtype(kind)
-                part = next(own)[1].reshape(-1) if sizes[rank] else torch.empty(0, dtype=dtype)
-                nbytes = [size * dtype.itemsize for size in sizes]
-                joined = self._peers.joined(part.view(torch.uint8), nbytes)
-                yield f"{kind}.{name}", joined.view(dtype).view(self.shape(name))
+        own, rank = self._own.state(), self._peers.world.rank
+        for state in self.state_shapes():
+            kind, _, name = state.partition(".")
+            sizes, dtype = [piece.size for piece in self._division.layout[name]], self._settings.state_dtype(kind)
+            part = next(own)[1].reshape(-1) if sizes[rank] else torch.empty(0, dtype=dtype)
+            joined = self._peers.joined(part.view(torch.uint8), [size * dtype.itemsize for size in sizes])
+            yield state, joined.view(dtype).view(self.shape(name))
+
+    def own_pieces(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields this rank's pieces of `state`, flat; whole ones are in the parameter's shape. Rank 0 has empty ones."""
+        own, rank = self._own.state(), self._peers.world.rank
+        for state, shape in self.state_shapes().items():
+            kind, _, name = state.partition(".")
+            if size := self._division.layout[name][rank].size:
+                yield state, next(own)[1].reshape(shape if size == shape.numel() else (-1,))
+            elif not shape.numel() and rank == 0:
+                yield state, torch.empty(shape, dtype=self._settings.state_dtype(kind))
+
+    def state_shapes(self) -> dict[str, torch.Size]:
+        """Returns the names and shapes of `state`, in its order."""
+        kinds = self._settings.rule.state_kinds
+        return {f"{kind}.{name}": self.shape(name) for name in self._division.layout for kind in kinds}
 
     def load(self, name: str, value: Tensor) -> None:
         kind, _, parameter = name.partition(".")

@@ -284,9 +284,9 @@ def test_directory_that_cannot_be_one_is_refused_with_a_sentence(tmp_path: Path)
 def test_manifest_of_a_later_format_is_refused_not_passed_over(tmp_path: Path) -> None:
     history(tmp_path, (1, (10,)))
     path = tmp_path / "step-10.e1" / "manifest.json"
-    fields = unseal(path.read_bytes()) | {"version": 2}
+    fields = unseal(path.read_bytes()) | {"version": 3}
     path.write_bytes(seal(fields))
-    with pytest.raises(UserError, match="checkpoint format 2"):
+    with pytest.raises(UserError, match="checkpoint format 3"):
         choose_resume(tmp_path)
 
 
@@ -355,7 +355,9 @@ def seal_bytes(body: bytes) -> bytes:
 def test_a_tensor_in_a_file_that_the_manifest_does_not_list_is_a_problem(tmp_path: Path, file: str) -> None:
     history(tmp_path, (1, (10,)))
     checkpoint = open_checkpoint(tmp_path / "step-10.e1")
-    manifest = replace(checkpoint.manifest, tensors={"master.a": TensorEntry(file, (1,))})
+    manifest = replace(
+        checkpoint.manifest, tensors={"master.a": TensorEntry(("tensors-00000.safetensors", file), (1,))}
+    )
     (checkpoint.path / "manifest.json").write_bytes(manifest.to_bytes())
     assert [problem.found for problem in verify(checkpoint.path)] == [repr(file)]
 

@@ -1,0 +1,152 @@
+"""Checkpoints in pieces: each rank writes its own, readers get whole tensors, and a rank that fails leaves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases.checkpoint_cases import flip_bit, training_state
+from spillway.errors import Fenced, SpillwayError
+from spillway_trainer.checkpoints.directory import CheckpointNotWritten, Epoch, choose_resume, verify
+from spillway_trainer.checkpoints.durable_files import DurableFiles
+from spillway_trainer.checkpoints.manifest import PIECES_VERSION, StoredCheckpoint
+from spillway_trainer.checkpoints.sealed_json import unseal
+from spillway_trainer.checkpoints.tensors import read, save_in_pieces
+from spillway_trainer.ranks import World
+
+WORLD = 3
+WHOLE = {
+    "master.a": torch.arange(7 * 5, dtype=torch.float32).view(7, 5),
+    "exp_avg.a": torch.arange(7 * 5).to(torch.bfloat16).view(7, 5),
+    "master.b": torch.tensor([float("nan"), -0.0]),
+    "master.none": torch.empty(0, 4),
+}
+"""`b` has fewer values than there are ranks."""
+SHAPES = {name: tensor.shape for name, tensor in WHOLE.items()}
+
+
+@dataclass
+class Shared:
+    """What ranks in threads have in common."""
+
+    barrier: Barrier = field(default_factory=lambda: Barrier(WORLD))
+    said: list[Any] = field(default_factory=lambda: [None] * WORLD)
+
+
+@dataclass
+class ThreadRank:
+    """A rank that is a thread of this process."""
+
+    world: World
+    shared: Shared
+
+    def each(self, label: str, work: Callable[[], str]) -> list[str]:
+        try:
+            self.shared.said[self.world.rank] = work()
+        except SpillwayError as error:
+            self.shared.said[self.world.rank] = error
+        self.shared.barrier.wait(60)
+        found = list(self.shared.said)
+        self.shared.barrier.wait(60)
+        for one in found:
+            if isinstance(one, SpillwayError):
+                raise one
+        return found
+
+    def first(self, label: str, work: Callable[[], Any]) -> Any:
+        found = self.each(label, work if self.world.is_first else str)[0]
+        return found if self.world.is_first else None
+
+    def tell(self, label: str, work: Callable[[], str]) -> str:
+        return self.each(label, work if self.world.is_first else str)[0]
+
+
+def pieces(rank: int) -> Iterator[tuple[str, Tensor]]:
+    for name, whole in WHOLE.items():
+        piece = whole.reshape(-1).tensor_split(WORLD)[rank]
+        if piece.numel() or (not whole.numel() and rank == 0):
+            yield name, piece.clone().view(whole.shape if piece.numel() == whole.numel() else (-1,))
+    if rank == 0:
+        yield "buffer.count", torch.tensor(3)
+
+
+def saved(epoch: Epoch, of: Callable[[int], Iterable[tuple[str, Tensor]]] = pieces) -> list[Any]:
+    """What every rank gets: a checkpoint, None, or an error."""
+    shared = Shared()
+
+    def attempt(rank: int) -> StoredCheckpoint | SpillwayError | None:
+        ranks: Any = ThreadRank(World(rank, rank, WORLD), shared)
+        try:
+            return save_in_pieces(ranks, epoch if rank == 0 else None, training_state(10), of(rank), SHAPES)
+        except SpillwayError as error:
+            return error
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        return list(threads.map(attempt, range(WORLD)))
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_readers_get_whole_tensors(tmp_path: Path) -> None:
+    committed, *others = saved(Epoch.start(tmp_path, 1))
+    assert others == [None, None]
+    assert choose_resume(tmp_path).checkpoint == committed
+    found = dict(read(committed, committed.manifest.tensors))
+    assert list(found) == [*WHOLE, "buffer.count"]
+    for name, whole in WHOLE.items():
+        assert (found[name].shape, found[name].dtype) == (whole.shape, whole.dtype)
+        assert found[name].view(-1).view(torch.uint8).tolist() == whole.view(-1).view(torch.uint8).tolist(), name
+
+
+def test_each_rank_writes_files_of_its_own(tmp_path: Path) -> None:
+    committed = saved(Epoch.start(tmp_path, 1))[0]
+    assert names(committed.path) == ["manifest.json", *(f"rank-{rank}-00000.safetensors" for rank in range(WORLD))]
+    manifest = unseal((committed.path / "manifest.json").read_bytes())
+    assert manifest["version"] == PIECES_VERSION
+    assert manifest["tensors"]["master.b"]["files"] == ["rank-0-00000.safetensors", "rank-1-00000.safetensors"]
+
+
+def test_a_damaged_piece_is_a_problem_of_its_file(tmp_path: Path) -> None:
+    committed = saved(Epoch.start(tmp_path, 1))[0]
+    flip_bit(committed.path / "rank-2-00000.safetensors", 1500)
+    (problem,) = verify(committed.path)
+    assert problem.file == "rank-2-00000.safetensors"
+
+
+@pytest.mark.parametrize("full", range(WORLD))
+def test_a_rank_with_a_full_disk_makes_all_miss_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: int) -> None:
+    write = DurableFiles.write
+
+    def rejected(files: DurableFiles, path: Path, chunks: Iterable[memoryview]) -> Any:
+        if path.name.startswith(f"rank-{full}"):
+            raise OSError(28, "No space left on device", str(path))
+        return write(files, path, chunks)
+
+    epoch = Epoch.start(tmp_path, 1)
+    monkeypatch.setattr(DurableFiles, "write", rejected)
+    found = saved(epoch)
+    assert [type(one) for one in found] == [CheckpointNotWritten] * WORLD
+    assert f"step-10.e1: this checkpoint was not written: No space left on device ({tmp_path}" in str(found[0])
+    assert names(tmp_path) == ["epoch-1.json"]
+
+
+def test_all_are_fenced_when_a_later_attempt_removes_their_directory(tmp_path: Path) -> None:
+    epoch = Epoch.start(tmp_path, 1)
+
+    def late(rank: int) -> Iterator[tuple[str, Tensor]]:
+        if rank == 2:
+            Epoch.start(tmp_path, 2)
+        yield from pieces(rank)
+
+    assert [type(one) for one in saved(epoch, late)] == [Fenced] * WORLD
+    assert names(tmp_path) == ["epoch-1.json", "epoch-2.json"]
