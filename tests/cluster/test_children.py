@@ -23,7 +23,7 @@ from harness.installed import (
 )
 from spillway.feedback.retries import JOB_DELETED
 
-SECONDS = 60.0
+SECONDS = 120.0
 KINDS = ("jobs", "configmaps", "services", "pods", "persistentvolumeclaims")
 ALL_OURS = "app.kubernetes.io/managed-by=spillway"
 STEADY = {f"pod-complete.stage.kwok.x-k8s.io/{part}": "1h" for part in ("delay", "jitter-delay")}

@@ -100,18 +100,18 @@ def test_a_cuda_job_requests_devices_and_the_kubelet_admits_it(spillway: Install
     spillway.create(job)
     name = job["metadata"]["name"]
     spillway.until(lambda found: bool(found["status"].get("attempts", {}).get("total")), namespace, name)
-    spillway.until(lambda _: bool(spillway.children("pod", namespace, name)), namespace, name, 20)
+    spillway.until(lambda _: bool(spillway.children("pod", namespace, name)), namespace, name, SECONDS)
     pod = spillway.children("pod", namespace, name)[0]
     resources = pod["spec"]["containers"][0]["resources"]
     assert resources["requests"][GPU] == resources["limits"][GPU] == "1"
     admitted = spillway.until(
         lambda _: "startTime" in spillway.children("pod", namespace, name)[0]["status"]
         and spillway.children("pod", namespace, name)[0]["spec"].get("nodeName") == "node-0",
-        namespace, name, 30,
+        namespace, name, SECONDS,
     )  # fmt: skip
     assert admitted
     # This image can only train on CPUs, and says so instead of training on another device.
-    spillway.wait(namespace, name, "Failed", 60)
+    spillway.wait(namespace, name, "Failed", SECONDS)
     failed = spillway.condition(namespace, name, "Failed")
     assert failed["reason"] == "UserError", failed
     assert "Cuda" in failed["message"] or "CUDA" in failed["message"], failed
@@ -120,7 +120,7 @@ def test_a_cuda_job_requests_devices_and_the_kubelet_admits_it(spillway: Install
 def test_job_pends_with_the_schedulers_reason_when_too_few_gpus_are_free(spillway: Installed, namespace: str) -> None:
     """Another pod holds three of the node's four devices."""
     spillway.bed.apply(holder(namespace, devices=3))
-    spillway.bed.kubectl("wait", "--for=condition=Ready", "pod/holder", "-n", namespace, "--timeout=30s")
+    spillway.bed.kubectl("wait", "--for=condition=Ready", "pod/holder", "-n", namespace, "--timeout=120s")
     job = example(
         "gpu", namespace, checkpoint__claim=None, data={"builtin": "PythonStdlib"}, scheduling={},
         training__globalBatchSize=12, training__microBatchSize=1,
@@ -129,14 +129,14 @@ def test_job_pends_with_the_schedulers_reason_when_too_few_gpus_are_free(spillwa
     spillway.create(job)
     spillway.until(
         lambda _: spillway.condition(namespace, "gpu", "Scheduled").get("reason") == "Unschedulable",
-        namespace, "gpu", 45,
+        namespace, "gpu", SECONDS,
     )  # fmt: skip
     scheduled = spillway.condition(namespace, "gpu", "Scheduled")
     assert f"Insufficient {GPU}" in scheduled["message"], scheduled
     spillway.bed.kubectl("delete", "pod", "holder", "-n", namespace, "--grace-period=1")
     spillway.until(
         lambda _: spillway.condition(namespace, "gpu", "Scheduled").get("reason") != "Unschedulable",
-        namespace, "gpu", 60,
+        namespace, "gpu", SECONDS,
     )  # fmt: skip
 
 

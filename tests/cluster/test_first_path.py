@@ -11,6 +11,7 @@ import pytest
 
 from harness.chart_queries import until_it_has_data
 from harness.installed import CHART, Document, Installed, OperatorImage, example
+from harness.patience import wait_until
 from spillway.metrics import (
     OPERATOR_ATTEMPTS_ENDED,
     OPERATOR_DEVICE_SECONDS,
@@ -56,6 +57,7 @@ def trained(spillway: Installed, module_namespace: str, tmp_path_factory: pytest
     try:
         spillway.create(example(NAME, namespace))
         job = spillway.wait(namespace, NAME, "Complete")
+        wait_until(lambda: "Complete" in watched.read_text(encoding="utf-8"), why=lambda: "kubectl does not show it")
     finally:
         watching.kill()
         watching.wait()

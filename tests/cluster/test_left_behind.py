@@ -10,7 +10,7 @@ import pytest
 from harness.installed import Document, Installed, changed, example, named, running_for_an_hour
 
 pytestmark = pytest.mark.ci
-SECONDS = 90.0
+SECONDS = 180.0
 ATTEMPTS = 25
 NUM_PROFILES = 200
 

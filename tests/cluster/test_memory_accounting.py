@@ -54,7 +54,9 @@ def test_plan_exporter_cgroup_kubelet_and_du_agree(spillway: Installed, namespac
     selector = f'namespace="{namespace}",training_job="accounts"'
     peaks = {
         (sample.labels["rank"], sample.labels["tier"]): sample.value
-        for sample in spillway.bed.query(f"max by (rank, tier) ({TIER_PEAK_BYTES.name}{{{selector}}})")
+        for sample in spillway.bed.query(
+            f"max by (rank, tier) (max_over_time({TIER_PEAK_BYTES.name}{{{selector}}}[10m]))"
+        )
     }
 
     rows = [("", "planned", "measured", "ratio")]

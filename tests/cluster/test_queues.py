@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from harness.fake_nodes import POOL
 from harness.installed import (
     LONG,
     OPERATOR_USER,
@@ -164,6 +165,7 @@ def test_a_preempted_job_checkpoints_queues_again_and_resumes(
     saved = seen["status"]["checkpoint"]["step"]
     assert saved > 0, "by everySteps the next one is far away: it was written because the attempt had to go"
     assert quota_is("Waiting")(seen)
+    spillway.until(lambda _: bool(spillway.children("pod", namespace, "urgent")), namespace, "urgent", SECONDS)
     (urgent_pod,) = spillway.children("pod", namespace, "urgent")
     assert urgent_pod["spec"].get("priorityClassName") is None, "the queue's order is not the pods' priority"
     spillway.wait(namespace, "urgent", "Complete", SECONDS)
@@ -255,7 +257,8 @@ def test_the_plan_of_a_queued_job_holds_in_every_flavor_it_can_get(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:
     """The queue chooses the flavor, and so the nodes, only after the plan was made. Therefore the Job names no host."""
-    nodes = [node["metadata"]["name"] for node in spillway.bed.get("nodes", "-l", "type=kwok")["items"]][:2]
+    shared = spillway.bed.get("nodes", "-l", f"type=kwok,!{POOL}")["items"]  # without those that tests create
+    nodes = [node["metadata"]["name"] for node in shared][:2]
     for flavor, node in zip(("one", "two"), nodes, strict=True):
         spillway.bed.kubectl("label", "node", node, f"spillway.test/flavor={namespace}-{flavor}")
     labels = {flavor: {"spillway.test/flavor": f"{namespace}-{flavor}"} for flavor in ("one", "two")}

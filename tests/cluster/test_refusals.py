@@ -20,7 +20,7 @@ from testbed.client import Bed
 from testbed.errors import Failed
 
 NAME = "one-pod"
-SECONDS = 60.0
+SECONDS = 180.0
 """limit from a cause, or its end, to the status that shows it"""
 
 

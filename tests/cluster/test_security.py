@@ -258,7 +258,7 @@ def planted(spillway: Installed, module_namespace: str) -> Iterator[tuple[str, d
     spillway.create(named(example("one-pod", namespace, training__steps=LONG, **given), "trains"))
     wrong = example("one-pod", namespace, data={"text": {"path": "/nowhere"}}, **given)
     spillway.create(named(wrong, "fails"))
-    spillway.wait(namespace, "trains", "Running", SECONDS)
+    spillway.until(lambda job: job["status"].get("progress", {}).get("step", 0) > 0, namespace, "trains", SECONDS)
     spillway.wait(namespace, "fails", "Failed", SECONDS)
     (pod,) = spillway.children("pod", namespace, "trains")
     inside = ("exec", pod["metadata"]["name"], "-n", namespace, "--")

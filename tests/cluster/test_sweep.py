@@ -10,6 +10,7 @@ import pytest
 
 from harness.chart_queries import until_it_has_data
 from harness.installed import Document, Installed, example, named
+from harness.patience import wait_until
 from spillway_trainer.checkpoints.sealed_json import unseal
 
 NAME = "sweep"
@@ -57,14 +58,19 @@ def test_a_stopped_member_says_why_in_its_row_and_in_an_event(swept: Swept) -> N
     halving = swept.job["spec"]["objective"]["halving"]
     stopped = [member for member in swept.members.values() if member["state"] == "Stopped"]
     assert len(stopped) == 2
-    events = swept.installed.bed.get("events.events.k8s.io", "-n", swept.namespace)["items"]
-    notes = {event["note"] for event in events if event["reason"] == "MemberStopped"}
+    wanted = {f"member {member['name']}: {member['message']}" for member in stopped}
+
+    def notes() -> set[str]:
+        events = swept.installed.bed.get("events.events.k8s.io", "-n", swept.namespace)["items"]
+        return {event["note"] for event in events if event["reason"] == "MemberStopped"}
+
+    # Events are posted after the status is written.
+    wait_until(lambda: wanted <= notes(), why=lambda: f"{wanted} not in {notes()}", pause=0.5)
     for member in stopped:
         sentence = rf"stopped after {halving} steps: evaluation loss ([\d.]+), best ([\d.]+)"
         found = re.fullmatch(sentence, member["message"])
         assert found is not None, member
         assert float(found[1]) > float(found[2])
-        assert f"member {member['name']}: {member['message']}" in notes
 
 
 def test_kubectl_get_wide_has_a_column_that_names_it(swept: Swept) -> None:

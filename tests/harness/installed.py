@@ -51,8 +51,8 @@ REPLICAS = 2
 """of the operator, as in the chart"""
 LONG = 100_000
 """steps of a job that runs until a test ends it"""
-PAIR_SECONDS = 90.0
-"""limit for two ranks of a tiny model on two shared cores, from creation to Complete"""
+PAIR_SECONDS = 180.0
+"""limit for two ranks of a tiny model on two busy cores, from creation to Complete"""
 
 Document = dict[str, Any]
 
@@ -128,6 +128,11 @@ class Installed:
     def children(self, kind: str, namespace: str, name: str) -> list[Document]:
         found: list[Document] = self.bed.get(kind, "-n", namespace, "-l", f"spillway.dev/job={name}")["items"]
         return found
+
+    def until_gone(self, kind: str, namespace: str, name: str) -> None:
+        """Waits until the job's children of this kind are deleted: pods end some time before their Job is gone."""
+        found = ("-n", namespace, "-l", f"spillway.dev/job={name}")
+        self.bed.kubectl("wait", "--for=delete", kind, *found, f"--timeout={int(PAIR_SECONDS)}s")
 
     def signal(self, namespace: str, name: str, signal: str) -> None:
         """Sends a signal to the ranks in the job's first pod."""

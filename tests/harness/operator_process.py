@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness.patience import wait_until
 
-READY_SECONDS = 30.0
+READY_SECONDS = 120.0
 
 
 def write_kubeconfig(path: Path, server: str, authority: Path | None, token: str) -> Path:

@@ -160,7 +160,7 @@ def test_a_job_that_runs_out_of_memory_again(fast: Bed, spillway: Installed, nam
             with suppress(Failed):  # the other processes end with their container
                 fast.kubectl("exec", pod, "-n", namespace, "--", "python", "-c", FILL)
         found = spillway.until(
-            lambda found: found["status"].get("progress", {}).get("step", 0) > 0, namespace, "filled", SECONDS
+            lambda found: "lastStepTime" in found["status"].get("progress", {}), namespace, "filled", SECONDS
         )
         assert len(found["status"]["escalations"]) == attempt
         pods = spillway.children("pod", namespace, "filled")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ci
 NUM_NODES = at(4, 8, 100)
 FRESH_SECONDS = 31.0
 """age at which the operator no longer uses a list of nodes and pods"""
-SECONDS = at(60.0, 90.0, 600.0)
+SECONDS = at(60.0, 180.0, 600.0)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,16 @@ def node_of(spillway: Installed, namespace: str, name: str) -> str:
 
 def is_running(job: Document) -> bool:
     return bool(job["status"].get("state") == "Running")
+
+
+def until_planned_pod(spillway: Installed, namespace: str, name: str) -> Document:
+    """Waits until the job has a pod and its plan is in the status, which is written after the attempt's Job; returns
+    the job."""
+
+    def is_there(job: Document) -> bool:
+        return "plan" in job["status"] and bool(spillway.children("pod", namespace, name))
+
+    return spillway.until(is_there, namespace, name, SECONDS)
 
 
 def fresh() -> None:
@@ -192,7 +202,7 @@ def test_a_job_shows_its_demand_before_there_is_a_node_and_runs_once_there_is(
     job = running_for_an_hour(named(gpu_job(namespace, "first"), "first"))
     job["spec"]["scheduling"] = {"nodeSelector": {"type": "kwok", POOL: "new"}}
     spillway.create(job)
-    spillway.until(lambda _: bool(spillway.children("pod", namespace, "first")), namespace, "first", SECONDS)
+    status = until_planned_pod(spillway, namespace, "first")["status"]
     (pod,) = spillway.children("pod", namespace, "first")
     assert pod["status"]["phase"] == "Pending"
     container = pod["spec"]["containers"][0]
@@ -201,7 +211,6 @@ def test_a_job_shows_its_demand_before_there_is_a_node_and_runs_once_there_is(
     required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     (term,) = required["nodeSelectorTerms"]
     assert {one["key"]: one["values"] for one in term["matchExpressions"]} == {POOL: ["new"], "type": ["kwok"]}
-    status = spillway.job(namespace, "first")["status"]
     assert status["plan"]["reason"] == (
         "no existing node can run the job; it is planned for a new new-pool, which does not exist yet"
     )
@@ -220,9 +229,8 @@ def test_a_model_that_fits_only_sharded_is_sharded_on_all_devices_of_a_node(
     scheduling = {"nodeSelector": {"type": "kwok", POOL: "large"}, "tolerations": [KWOK_TOLERATION]}
     for _ in nodes_of(spillway, [node("large-000", "large", "h100", memory="2Ti")], None):
         spillway.create(example("llama-70b", namespace, scheduling=scheduling))
-        spillway.until(lambda _: bool(spillway.children("pod", namespace, "llama-70b")), namespace, "llama-70b")
+        plan = until_planned_pod(spillway, namespace, "llama-70b")["status"]["plan"]
         (pod,) = spillway.children("pod", namespace, "llama-70b")
-        plan = spillway.job(namespace, "llama-70b")["status"]["plan"]
         print(f"\n{plan['summary']}")
         assert plan["device"] == "Cuda" and "strategy Fsdp: Ddp does not fit" in plan["summary"], plan
         assert pod["spec"]["containers"][0]["resources"]["requests"]["nvidia.com/gpu"] == "8"

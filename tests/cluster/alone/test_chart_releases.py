@@ -30,6 +30,7 @@ from harness.installed import (
     running_for_an_hour,
     write_values,
 )
+from harness.patience import wait_until
 from testbed.client import Bed
 from testbed.errors import Failed
 from testbed.layout import REPOSITORY
@@ -192,8 +193,12 @@ def lived(bed: Bed, image: OperatorImage, program: str, namespace: str, trainers
         release.upgrade()
         if not turn:
             spillway.change(namespace, FAKE[0], {"lifecycle": {"stallSeconds": 3600}})
+        for name in FAKE:  # helm does not wait for the new operator's first look
+            spillway.until(lambda job: "activeTime" in job["status"]["attempts"], namespace, name, SECONDS)
         look(life, spillway, namespace, f"upgrade {turn + 1}", trainers)
+        since = bed.audit_position()
         release.rollback()
+        until_written(spillway, namespace, since)
         look(life, spillway, namespace, f"rollback {turn + 1}", trainers)
     keeps_quiet(life, spillway, namespace, "rolled back")
 
@@ -268,6 +273,17 @@ def refused_field(spillway: Installed, namespace: str) -> str:
     except Failed as error:
         return str(error)
     return ""
+
+
+def until_written(spillway: Installed, namespace: str, since: int) -> None:
+    """Waits until the present operator has written the status of each fake job. It does so once, because it does not
+    know yet that the earlier CRD lacks a field."""
+
+    def written() -> set[str]:
+        present = {pod["metadata"]["name"] for pod in spillway.operator_pods()}
+        return {request.name for request in spillway.writes(since, namespace, USER) if request.pod in present}
+
+    wait_until(lambda: {*FAKE} <= written(), why=lambda: f"only {written()}", seconds=SECONDS, pause=0.5)
 
 
 def look(life: Life, spillway: Installed, namespace: str, stage: str, trainers: bool = False) -> None:

@@ -56,7 +56,7 @@ def pod(namespace: str, name: str, spec: dict[str, Any], **labels: str) -> dict[
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def phase(testbed: Bed, namespace: str, name: str, wanted: str, timeout: int = 40) -> dict[str, Any]:
+def phase(testbed: Bed, namespace: str, name: str, wanted: str, timeout: int = 180) -> dict[str, Any]:
     """Waits until the pod is in phase `wanted`; returns the pod."""
     condition = f"--for=jsonpath={{.status.phase}}={wanted}"
     testbed.kubectl("wait", condition, f"pod/{name}", "--namespace", namespace, f"--timeout={timeout}s")
@@ -79,7 +79,7 @@ def test_two_pods_of_an_indexed_job_find_each_other_by_name(testbed: Bed, namesp
         "if os.environ['JOB_COMPLETION_INDEX'] == '0':\n"
         "    server = socket.create_server(('', 29500)); server.accept()[0].sendall(b'hello')\n"
         "else:\n"
-        "    for _ in range(100):\n"
+        "    for _ in range(900):\n"
         "        try:\n"
         "            print(socket.create_connection(('pair-0.pair', 29500)).recv(5).decode()); break\n"
         "        except OSError: time.sleep(0.1)\n"
@@ -106,7 +106,7 @@ def test_two_pods_of_an_indexed_job_find_each_other_by_name(testbed: Bed, namesp
             },
         },
     )
-    testbed.kubectl("wait", "--for=condition=Complete", "job/pair", "--namespace", namespace, "--timeout=30s")
+    testbed.kubectl("wait", "--for=condition=Complete", "job/pair", "--namespace", namespace, "--timeout=180s")
     said = testbed.kubectl("logs", "--selector", "app=pair", "--namespace", namespace)
     assert said.strip() == "hello"
 
@@ -124,10 +124,10 @@ def test_a_pod_reaches_a_pod_beside_it_through_a_service(testbed: Bed, namespace
             "spec": {"selector": {"app": "server"}, "ports": [{"port": 80, "targetPort": "http"}]},
         },
     )
-    testbed.kubectl("wait", "--for=condition=Ready", "pod/server", "--namespace", namespace, "--timeout=30s")
+    testbed.kubectl("wait", "--for=condition=Ready", "pod/server", "--namespace", namespace, "--timeout=180s")
     code = (
         "import time, urllib.request\n"
-        "for _ in range(50):\n"
+        "for _ in range(600):\n"
         "    try: urllib.request.urlopen('http://web', timeout=1); break\n"
         "    except OSError: time.sleep(0.1)\n"
         "else: raise SystemExit(1)\n"
@@ -158,7 +158,7 @@ def test_fake_gpus_are_given_to_pods_and_run_out(testbed: Bed, namespace: str, e
         conditions = testbed.get("pod", "many", "--namespace", namespace)["status"].get("conditions", [])
         return next((it["message"] for it in conditions if it["type"] == "PodScheduled"), "")
 
-    eventually("the scheduler's answer", lambda: f"Insufficient {fake_gpus.RESOURCE}" in reason(), 20)
+    eventually("the scheduler's answer", lambda: f"Insufficient {fake_gpus.RESOURCE}" in reason(), 60)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def _healthy_again(testbed: Bed) -> Iterator[None]:
 def test_an_unhealthy_fake_gpu_is_not_allocatable(testbed: Bed, eventually: Eventually) -> None:
     whole = fake_gpus.allocatable(testbed.state)
     testbed.state.unhealthy_gpus.write_text("fake-gpu-0\n", encoding="ascii")
-    eventually("one GPU less", lambda: fake_gpus.allocatable(testbed.state) == whole - 1, 20)
+    eventually("one GPU less", lambda: fake_gpus.allocatable(testbed.state) == whole - 1, 60)
 
 
 def test_fake_nodes_are_ready_and_run_pods(testbed: Bed, namespace: str) -> None:
@@ -192,7 +192,7 @@ def test_series_of_a_pod_are_attributed_by_its_target(testbed: Bed, namespace: s
     spec = pod_spec("python", "-c", code, **port)
     testbed.apply(pod(namespace, "exporter", spec, **{"spillway.dev/job": "mine"}))
     expression = f'claimed_bytes{{namespace="{namespace}"}}'
-    eventually("the pod's series", lambda: bool(testbed.query(expression)), 30)
+    eventually("the pod's series", lambda: bool(testbed.query(expression)), 180)
     (sample,) = testbed.query(expression)
     shown = {name: sample.labels[name] for name in ("job", "pod", "node", "training_job", "exported_training_job")}
     assert shown == {
@@ -207,7 +207,7 @@ def test_series_of_a_pod_are_attributed_by_its_target(testbed: Bed, namespace: s
 
 def test_the_nodes_memory_is_measured_under_its_name(testbed: Bed, eventually: Eventually) -> None:
     expression = f'node_memory_MemAvailable_bytes{{node="{NODE}"}}'
-    eventually("the node's series", lambda: bool(testbed.query(expression)), 20)
+    eventually("the node's series", lambda: bool(testbed.query(expression)), 60)
 
 
 def test_requests_are_counted_from_the_audit_log(testbed: Bed, namespace: str) -> None:
