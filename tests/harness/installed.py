@@ -131,8 +131,7 @@ class Installed:
 
     def until_gone(self, kind: str, namespace: str, name: str) -> None:
         """Waits until the job's children of this kind are deleted: pods end some time before their Job is gone."""
-        found = ("-n", namespace, "-l", f"spillway.dev/job={name}")
-        self.bed.kubectl("wait", "--for=delete", kind, *found, f"--timeout={int(PAIR_SECONDS)}s")
+        wait_until(lambda: not self.children(kind, namespace, name), why=lambda: f"a {kind} is left", pause=0.5)
 
     def signal(self, namespace: str, name: str, signal: str) -> None:
         """Sends a signal to the ranks in the job's first pod."""

@@ -139,7 +139,7 @@ class ShardedOptimizer:
             yield state, joined.view(dtype).view(self.shape(name))
 
     def own_pieces(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields this rank's pieces of `state`, flat; whole ones are in the parameter's shape. Rank 0 has empty ones."""
+        """Yields this rank's pieces of `state`, flat; a whole one has its own shape. Rank 0 has the empty ones."""
         own, rank = self._own.state(), self._peers.world.rank
         for state, shape in self.state_shapes().items():
             kind, _, name = state.partition(".")
