@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,13 +32,13 @@ from spillway.api.load import load_job
 from spillway.api.sweep.members import inspected_as, named_specs
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
-from spillway.planning.model_shape import ModelShape, ParameterShape, Segment
+from spillway.planning.model_shape import ModelShape, Segment
 
 from .corpus.packing import Documents
 from .ending import LONGEST_TERMINATION
 from .fetch import fetch_all
 from .models.build import build_model
-from .models.chain import Chain, as_carried, replace_parameters
+from .models.chain import Chain, as_carried, parameter_shape, replace_parameters
 from .segments import writing_nothing
 
 _BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
@@ -321,12 +320,7 @@ def _segment(
         forward_workspace_bytes=per_token(max(0, one.forward_peak - one.own_saved)),
         backward_workspace_bytes=per_token(max(0, one.backward_peak - one.own_saved)),
         lean_forward_bytes=per_token(one.lean_peak),
-        parameters=tuple(
-            ParameterShape(
-                p.shape[0] if p.dim() else 1, prod(p.shape[1:]), p.element_size(), p.requires_grad, parameter in tied
-            )
-            for parameter, p in parameters
-        ),
+        parameters=tuple(parameter_shape(p, parameter in tied) for parameter, p in parameters),
     )
 
 

@@ -24,7 +24,7 @@ from spillway.planning.pod_resources import checkpoint_bytes, memory_bytes, pod_
 from spillway.planning.search import Search, as_specified
 from spillway.planning.step_time import amounts
 from spillway.planning.sweep_plan import plan_sweep
-from spillway.planning.workload import STREAMING_STRATEGIES, ZERO_STRATEGIES
+from spillway.planning.workload import STREAMING_STRATEGIES, ZERO_STRATEGIES, sharding_problem
 
 DEVICE_SHARE = 0.75
 """The device's share of a CPU node's memory if no budget names it; the rest is the host tier."""
@@ -299,9 +299,13 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
             "updates cannot overlap the next forward, which needs the updates of all ranks; use Auto or None, or "
             "strategy Ddp or Fsdp"
         )
+    shape = overrides.shape or shape_of(spec, node.device_kind)
+    parameters = {segment.name: segment.parameters for segment in shape.segments}
+    if problem := sharding_problem(strategy, world_size, parameters):
+        raise UserError(f"spec.parallelism.strategy = {strategy}: {problem}")
     return Question(
         job=job,
-        shape=overrides.shape or shape_of(spec, node.device_kind),
+        shape=shape,
         node=node,
         budget={
             Tier.DEVICE: _least(overrides.device_bytes, memory.budget.device, node.bytes_of_device(local_ranks)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -65,6 +65,44 @@ ALLOCATOR_BYTES = 192 * 2**20
 """Bytes that torch's CUDA allocator takes with any plan: two workspaces of 32 MiB that it lends to cuBLAS (one for each
 thread that launches products; torch before 2.15 keeps them), and pages of 20 MiB, for each stream and for small and
 large blocks, that are partly filled. Measured with kernels that do nothing, 60 plans (benchmarks/gpu_plans.py)."""
+
+
+def sharding_problem(strategy: Strategy, world_size: int, parameters: Mapping[str, Sequence[ParameterShape]]) -> str:
+    """Why `strategy` cannot shard the parameters of these segments, with what to do instead; "": it can."""
+    every = [one for segment in parameters.values() for one in segment]
+    if strategy in ZERO_STRATEGIES:
+        return next(_not_for_zero(every), "")
+    return next(_not_for_fsdp(parameters, every, world_size), "") if strategy == "Fsdp" else ""
+
+
+def _not_for_zero(every: Sequence[ParameterShape]) -> Iterator[str]:
+    if not all(one.is_trained for one in every):
+        yield (
+            "this strategy must train every parameter, but some are frozen (spec.model.lora also freezes parameters); "
+            "use Ddp or Fsdp, or train every parameter"
+        )
+    if len({one.value_bytes for one in every}) > 1:
+        yield "the model has parameters of several types, but DeepSpeed shards only one; use Ddp or Fsdp"
+
+
+def _not_for_fsdp(
+    parameters: Mapping[str, Sequence[ParameterShape]], every: Sequence[ParameterShape], world_size: int
+) -> Iterator[str]:
+    for name, segment in parameters.items():
+        if not all(one.num_rows for one in segment):
+            yield f"segment {name} (group of layers) has a scalar parameter, without rows to shard; give it shape (1,)"
+        if len({one.value_bytes for one in segment if one.is_trained}) > 1:
+            yield (
+                f"segment {name} (group of layers) trains parameters of several types, but FSDP2 shards only one per "
+                "segment; use Ddp, or one type"
+            )
+    rows = [one.num_rows for one in every if one.is_trained and one.row_values]
+    with_rows = max((ceil(count / ceil(count / world_size)) for count in rows), default=0)
+    if with_rows < world_size:
+        yield (
+            f"{world_size - with_rows} of {world_size} ranks would have no row of any trained parameter, because FSDP2 "
+            "shards parameters by rows; use fewer ranks, or Ddp"
+        )
 
 
 def _without(sizes: list[int], taken: list[int]) -> list[int]:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from spillway.planning.model_shape import ParameterShape
 
 from ..corpus.objective import TrainingObjective
 from ..corpus.packing import Documents
@@ -116,6 +119,12 @@ def whole_shape(parameter: nn.Parameter) -> torch.Size:
     empty while it is not used."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
+
+
+def parameter_shape(parameter: nn.Parameter, is_alias: bool) -> ParameterShape:
+    """Returns what the planner knows of a parameter."""
+    num_rows, row_values = parameter.shape[0] if parameter.dim() else 0, prod(parameter.shape[1:])
+    return ParameterShape(num_rows, row_values, parameter.element_size(), parameter.requires_grad, is_alias)
 
 
 def as_carried(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

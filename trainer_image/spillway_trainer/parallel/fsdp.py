@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spillway.errors import UserError
 from spillway.plan import MemoryPlan
 from spillway.planning.workload import NUM_GATHERED_SEGMENTS
 
@@ -35,7 +34,7 @@ from .deepspeed.layout import Layout, ShardPiece
 from .distributed import Peers
 from .gathered_segments import GatheredSegments
 from .reduced_gradients import ReducedGradients
-from .run import DividedModel, guarded
+from .run import DividedModel, guarded, refuse
 from .segment_gradients import SegmentGradients
 from .shards import MakeOptimizer, ShardedOptimizer, as_piece
 
@@ -53,41 +52,6 @@ def padded_rows_bytes(parameter: Tensor, world_size: int) -> int:
     """Returns the bytes that FSDP2 holds of a parameter on each rank: as many rows as the rank with the most rows
     has."""
     return -(-parameter.shape[0] // world_size) * prod(parameter.shape[1:]) * parameter.element_size()
-
-
-def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
-    """Raises UserError, before memory is allocated, for what FSDP2 cannot shard."""
-    where = "spec.parallelism.strategy = Fsdp"
-    if world.size == 1:
-        raise UserError(f"{where}: a run with one rank has nothing to shard; use Auto or Ddp")
-    if plan.parameters.streams or plan.parameters.order != "InOrder":
-        raise UserError(
-            f"{where}: the plan streams parameters from host memory or NVMe, or runs all micro-batches through one "
-            "layer before the next layer. This strategy can do neither; plan the job again (spillway plan)"
-        )
-    if plan.optimizer.overlap == "Backward":
-        raise UserError(
-            f"{where}: spec.memory.advanced.optimizer.overlap: Backward works only with one rank, because several "
-            "ranks must sum their gradients before the update; use Auto or Forward"
-        )
-    named = dict(model.named_parameters())
-    for name, parameter in named.items():
-        if not parameter.dim():
-            raise UserError(f"{where}: parameter {name} is a scalar and has no rows to shard; give it shape (1,)")
-    for segment, names in model.parameters_of().items():
-        dtypes = {str(named[name].dtype) for name in names if named[name].requires_grad}
-        if len(dtypes) > 1:
-            raise UserError(
-                f"{where}: segment {segment} trains parameters of {' and '.join(sorted(dtypes))}, but FSDP2 "
-                "shards only one type per segment (group of layers); use Ddp, or one type"
-            )
-    trained = [parameter.shape for name, parameter in named.items() if parameter.requires_grad]
-    sizes = [sum(cut_rows(shape, world.size)[rank].size for shape in trained) for rank in range(world.size)]
-    if 0 in sizes:
-        raise UserError(
-            f"{where}: rank {sizes.index(0)} of {world.size} would have no row of any trained parameter, because FSDP2 "
-            "shards parameters by rows; use fewer ranks, or Ddp"
-        )
 
 
 class Called(nn.Module):

@@ -20,10 +20,10 @@ from torch.nn import Parameter
 from spillway.errors import UserError
 from spillway.extras import need
 from spillway.plan import MemoryPlan
-from spillway.planning.workload import NUM_GATHERED_SEGMENTS
+from spillway.planning.workload import NUM_GATHERED_SEGMENTS, sharding_problem
 
 from ..corpus.data import Batch
-from ..models.chain import Chain, allocate
+from ..models.chain import Chain, allocate, parameter_shape
 from ..optimizer.plain import Hyperparameters
 from ..ranks import World
 from ..saved_tensors import ParameterSource
@@ -57,7 +57,7 @@ class DividedModel:
 
 
 def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
-    """Raises UserError, before memory is allocated, for what a sharded model does not support."""
+    """Raises UserError, before memory is allocated, for what the plan's strategy cannot shard."""
     where = f"spec.parallelism.strategy = {plan.strategy}"
     if world.size == 1:
         raise UserError(f"{where}: a run with one rank has nothing to shard; use Auto or Ddp")
@@ -66,23 +66,18 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
             f"{where}: the plan streams parameters from host memory or NVMe, or runs all micro-batches through one "
             "layer before the next layer. This strategy can do neither; plan the job again (spillway plan)"
         )
-    if plan.optimizer.overlap != "None":
+    if plan.optimizer.overlap not in ("None", "Forward" if plan.strategy == "Fsdp" else "None"):
         raise UserError(
-            f"{where}: spec.memory.advanced.optimizer.overlap must be None or Auto with this strategy, because the "
-            "next forward needs the updates of all ranks"
+            f"{where}: the plan has spec.memory.advanced.optimizer.overlap = {plan.optimizer.overlap}, which does not "
+            "work with this strategy; plan the job again (spillway plan)"
         )
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    if frozen:
-        raise UserError(
-            f"{where}: this strategy must train every parameter, but {frozen[0]} is frozen (spec.model.lora also "
-            "freezes parameters); use strategy Ddp, or train every parameter"
-        )
-    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
-    if len(dtypes) > 1:
-        raise UserError(
-            f"{where}: the model has parameters of {' and '.join(sorted(dtypes))}, but DeepSpeed shards only one "
-            "type; use strategy Ddp"
-        )
+    named = dict(model.named_parameters())
+    parameters = {
+        segment: [parameter_shape(named[name], name in model.tied) for name in names]
+        for segment, names in model.parameters_of().items()
+    }
+    if problem := sharding_problem(plan.strategy, world.size, parameters):
+        raise UserError(f"{where}: {problem}")
 
 
 def tie(model: Chain) -> None:

@@ -24,6 +24,7 @@ from spillway.plan import Infeasible, MemoryPlan, Policy, Tier
 from spillway.planning.bounds import Bounds
 from spillway.planning.candidates import TIE, Timed, best, timed
 from spillway.planning.hardware import Link, NodeSpec, local_node, resolve_node
+from spillway.planning.model_shape import shape_of
 from spillway.planning.planner import NO_OVERRIDES, Overrides, ask, make_plan, shared_memory
 from spillway.planning.search import Search
 from spillway.planning.workload import ALLOCATOR_BYTES
@@ -682,6 +683,17 @@ def test_what_only_ddp_can_do_is_not_planned_with_fsdp(changes: dict[str, Any]) 
     tight = LLAMA_70B | changes | budget("1Gi", host="1Gi")
     found = make_plan(job(tight), resolve_node("8xh100"), explained=False)
     assert isinstance(found, Infeasible)
+
+
+def test_a_model_that_fsdp_cannot_shard_is_not_planned_with_it() -> None:
+    """A scalar in place of the norm has no rows."""
+    shape = shape_of(job(LLAMA_70B).spec, "Cuda")
+    scalar = replace(shape.head.parameters[0], num_rows=0)
+    changed = Overrides(shape=replace(shape, head=replace(shape.head, parameters=(scalar, *shape.head.parameters[1:]))))
+    found = make_plan(job(LLAMA_70B), resolve_node("8xh100"), changed, explained=False)
+    assert isinstance(found, Infeasible)
+    with pytest.raises(UserError, match=r"strategy = Fsdp: segment head .* has a scalar parameter"):
+        make_plan(job(LLAMA_70B | {"spec.parallelism.strategy": "Fsdp"}), resolve_node("8xh100"), changed)
 
 
 TWO_ON_DEVICES = {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Zero3"}}

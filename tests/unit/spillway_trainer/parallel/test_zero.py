@@ -21,7 +21,7 @@ from harness import local_runs
 from spillway.errors import UserError
 from spillway.plan import MemoryPlan, OptimizerPlan, ParameterPlan
 from spillway_trainer.models.chain import Chain
-from spillway_trainer.parallel import fsdp, reduced_gradients
+from spillway_trainer.parallel import reduced_gradients
 from spillway_trainer.parallel.deepspeed.layout import ShardPiece, cut_evenly, cut_group
 from spillway_trainer.parallel.deepspeed.support import SUPPORT, check_version
 from spillway_trainer.parallel.fsdp import cut_rows
@@ -200,6 +200,10 @@ class Tied(Chain):
     def tied(self) -> dict[str, str]:
         return {"other.weight": "one.weight"}
 
+    @property
+    def segments(self) -> list[tuple[str, nn.Module]]:
+        return [("one", self.one), ("other", self.other)]
+
 
 def test_tied_parameters_become_one() -> None:
     model = Tied()
@@ -228,13 +232,13 @@ REFUSED: dict[str, tuple[MemoryPlan, Chain, World]] = {
         Tied(),
         World(size=2),
     ),
-    "overlap must be None or Auto with this strategy": (
+    "overlap = Forward, which does not work with this strategy": (
         PLAN.model_copy(update={"optimizer": OptimizerPlan(overlap="Forward")}),
         Tied(),
         World(size=2),
     ),
-    "one.weight is frozen": (PLAN, frozen(), World(size=2)),
-    "parameters of torch.bfloat16 and torch.float32": (PLAN, mixed(), World(size=2)),
+    "some are frozen": (PLAN, frozen(), World(size=2)),
+    "parameters of several types": (PLAN, mixed(), World(size=2)),
 }
 
 
@@ -244,51 +248,41 @@ def test_what_cannot_be_divided_is_refused_before_it_has_memory(said: str) -> No
         refuse(*REFUSED[said])
 
 
-class OfSegments(Tied):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(4))
-
-    @property
-    def segments(self) -> list[tuple[str, nn.Module]]:
-        return [("one", self.one), ("other", self.other)]
-
-
 def of_several_types() -> Chain:
-    model = OfSegments()
+    model = Tied()
     model.one.register_parameter("more", nn.Parameter(torch.empty(3, dtype=torch.bfloat16)))
     return model
 
 
 def scalar() -> Chain:
-    model = OfSegments()
-    model.scale = nn.Parameter(torch.empty(()))
+    model = Tied()
+    model.other.register_parameter("scale", nn.Parameter(torch.empty(())))
     return model
 
 
 FSDP = PLAN.model_copy(update={"strategy": "Fsdp"})
 REFUSED_BY_FSDP: dict[str, tuple[MemoryPlan, Chain, World]] = {
-    "one rank has nothing to shard": (FSDP, OfSegments(), World()),
+    "one rank has nothing to shard": (FSDP, Tied(), World()),
     "the plan streams parameters": (
         FSDP.model_copy(update={"parameters": ParameterPlan(order="WeightStationary")}),
-        OfSegments(),
+        Tied(),
         World(size=2),
     ),
-    "overlap: Backward works only with one rank": (
+    "overlap = Backward, which does not work with this strategy": (
         FSDP.model_copy(update={"optimizer": OptimizerPlan(overlap="Backward")}),
-        OfSegments(),
+        Tied(),
         World(size=2),
     ),
-    "parameter scale is a scalar": (FSDP, scalar(), World(size=2)),
-    "segment one trains parameters of torch.bfloat16 and torch.float32": (FSDP, of_several_types(), World(size=2)),
-    "rank 4 of 5 would have no row": (FSDP, OfSegments(), World(size=5)),
+    "segment other .* has a scalar parameter": (FSDP, scalar(), World(size=2)),
+    "segment one .* trains parameters of several types": (FSDP, of_several_types(), World(size=2)),
+    "2 of 5 ranks would have no row": (FSDP, Tied(), World(size=5)),
 }
 
 
 @pytest.mark.parametrize("said", REFUSED_BY_FSDP)
 def test_what_fsdp2_cannot_divide_is_refused_before_it_has_memory(said: str) -> None:
     with pytest.raises(UserError, match=f"strategy = Fsdp: .*{said}"):
-        fsdp.refuse(*REFUSED_BY_FSDP[said])
+        refuse(*REFUSED_BY_FSDP[said])
 
 
 def test_only_these_strategies_import_deepspeed_and_fsdp2() -> None:
