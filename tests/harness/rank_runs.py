@@ -50,6 +50,8 @@ DIES_VARIABLE = "TEST_DIES_IN_BUCKET"
 """a rank, and the number of the bucket at whose exchange SIGKILL ends it"""
 FAILS_VARIABLE = "TEST_FAILS_AT_GRADIENT"
 """a rank, and the number of the gradient at which it runs out of device memory"""
+OWN_DISK_VARIABLE = "TEST_HAS_A_DISK_OF_ITS_OWN"
+"""a rank that does not see the checkpoint directory of rank 0, as on a node with a disk of its own"""
 LOOKS_VARIABLE = "TEST_LOOKS_AT_PODS"
 """a file; the rank always finds that a pod is not ready, and appends a byte to the file at each look"""
 POST_VARIABLE = "TEST_POST_SECONDS"
@@ -221,6 +223,8 @@ def run_rank(job: JobFile, plan: MemoryPlan, rank: int, environment: Mapping[str
     fails_at = environment.get(FAILS_VARIABLE, "").split()
     if fails_at and int(fails_at[0]) == rank:
         fail_at_gradient(int(fails_at[1]))
+    if environment.get(OWN_DISK_VARIABLE) == str(rank):
+        run_job.RunCheckpoints._is_shared = lambda self: all(self.ranks.each("", str))  # type: ignore[method-assign]
     train = run_job.train
 
     def train_and_tell(run: Any, *arguments: Any) -> None:

@@ -48,6 +48,8 @@ class Attempt:
     """sends SIGKILL, likewise"""
     block_step: int = 0
     """makes the checkpoint of this step impossible to write; 0: none"""
+    own_disk: bool = False
+    """the last rank does not see the checkpoint directory of rank 0"""
     overlap: str = "None"
     keeps: bool = False
     """keeps all activations, for a model that the placement's answers do not fit"""
@@ -78,6 +80,8 @@ class Found:
     norms: dict[str, float]
     tensors: dict[str, str]
     """name -> digest, of the last checkpoint"""
+    files: list[str]
+    """of the last checkpoint"""
     checkpoints: list[int]
     missed: list[int]
     tier_bytes: dict[str, int]
@@ -144,6 +148,7 @@ def run_case(case: Case, directory: Path, text: Path, corpus: Path) -> Found:
         evaluations={str(e["step"]): e["loss"] for e in local_runs.events(directory, "evaluation")},
         norms={str(entry["step"]): entry["gradient_norm"] for entry in steps},
         tensors={name: digest(value) for name, value in read(last, last.manifest.tensors)} if last else {},
+        files=[entry.name for entry in last.manifest.files] if last else [],
         checkpoints=[entry["step"] for entry in local_runs.events(directory, "checkpoint")],
         missed=[entry["step"] for entry in local_runs.events(directory, "checkpoint_missed")],
         tier_bytes=steps[-1]["tier_bytes"] if steps else {},
@@ -153,7 +158,8 @@ def run_case(case: Case, directory: Path, text: Path, corpus: Path) -> Found:
 
 
 def run_attempt(attempt: Attempt, job: JobFile) -> list[rank_runs.Ended]:
-    started = rank_runs.start(job, plan_for(job, attempt))
+    more = {rank_runs.OWN_DISK_VARIABLE: str(attempt.world - 1)} if attempt.own_disk else {}
+    started = rank_runs.start(job, plan_for(job, attempt), **more)
     step = attempt.stop_at or attempt.kill_at or min(attempt.block_step, 1)
 
     def look() -> None:

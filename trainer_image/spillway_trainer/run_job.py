@@ -24,7 +24,7 @@ from spillway.api.model import CHATS_NEED_CAUSAL
 from spillway.api.training import EarlyStopping
 from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.plan import MemoryPlan, Tier
-from spillway.units import counted, format_bytes
+from spillway.units import counted
 
 from . import config, running_statistics
 from .activation_spill import Chosen, live_correction
@@ -232,13 +232,7 @@ def on_device(plan: MemoryPlan, num_local_ranks: int, world: World) -> tuple[Mem
     device = device_for(plan, world)
     if device.type == "cuda":
         plan = near_device(plan, num_local_ranks, world)
-        left = plan.budget[Tier.DEVICE] - plan.nccl_bytes
-        if left <= 0:
-            raise UserError(
-                f"spec.memory.budget.device = {format_bytes(plan.budget[Tier.DEVICE])}: with several ranks on Cuda "
-                f"devices, NCCL alone needs {format_bytes(plan.nccl_bytes)} of it; raise it"
-            )
-        cuda.prepare(device, left)
+        cuda.prepare(device, plan.budget[Tier.DEVICE] - plan.nccl_bytes)
     return plan, device
 
 

@@ -25,6 +25,7 @@ from spillway.planning.search import Search, as_specified
 from spillway.planning.step_time import amounts
 from spillway.planning.sweep_plan import plan_sweep
 from spillway.planning.workload import STREAMING_STRATEGIES, ZERO_STRATEGIES, sharding_problem
+from spillway.units import format_bytes
 
 DEVICE_SHARE = 0.75
 """The device's share of a CPU node's memory if no budget names it; the rest is the host tier."""
@@ -225,7 +226,13 @@ def _plan_of_one(
     if question.mode != "Auto":
         chosen = timed(question, as_specified(question))
         advised = _advised(search.question) if question.mode == "Advise" else None
-        return _plan(question, chosen, reasons_unplanned(search, chosen, advised), ())
+        unplanned = _plan(question, chosen, reasons_unplanned(search, chosen, advised), ())
+        if 0 < (budget := question.budget[Tier.DEVICE]) <= unplanned.nccl_bytes:
+            raise UserError(
+                f"spec.memory.budget.device = {format_bytes(budget)}: with several ranks on Cuda devices, NCCL alone "
+                f"needs {format_bytes(unplanned.nccl_bytes)} of it; raise it"
+            )
+        return unplanned
     choices = search.choices()
     if not choices and not corrections.change_nothing:
         return corrections.lacking(unexplained(search), question.budget)

@@ -59,6 +59,7 @@ CASES: dict[str, Case] = {
         [Attempt("Zero3", "interleaved, mixed", stop_at=2), Attempt("Zero1", "half and half, NVMe")], NARROW
     ),
     "one rank": Case([Attempt("Zero2", world=1)]),
+    "own disks": Case([Attempt("Zero2", own_disk=True)]),
 }
 
 
@@ -132,6 +133,13 @@ def test_a_killed_rank_is_followed_and_the_run_goes_on_from_its_checkpoint(found
     assert (survivor, victim, last) == (1, -9, [0, 0]), killed.logs
     assert killed.terminations[0][0]["follower"] is True, killed.terminations
     assert killed.figures == found["uninterrupted"].figures
+
+
+def test_ranks_write_pieces_or_rank_0_all_if_disks_are_their_own(found: dict[str, Found]) -> None:
+    pieces, whole = found["Zero2"], found["own disks"]
+    assert pieces.files == ["rank-0-00000.safetensors", "rank-1-00000.safetensors"]
+    assert whole.files == ["tensors-00000.safetensors"], whole.logs
+    assert whole.figures == pieces.figures
 
 
 def test_a_checkpoint_that_rank_0_cannot_write_is_missed_by_all(found: dict[str, Found]) -> None:

@@ -685,6 +685,13 @@ def test_what_only_ddp_can_do_is_not_planned_with_fsdp(changes: dict[str, Any]) 
     assert isinstance(found, Infeasible)
 
 
+def test_a_budget_that_nccl_would_use_up_is_rejected_without_a_search_too() -> None:
+    changes = LLAMA_8B | {"spec.memory": {"mode": "Disabled", "budget": {"device": "1Gi", "host": "64Gi"}}}
+    with pytest.raises(UserError, match=r"budget.device = 1.00 GiB: .*NCCL alone needs 1.00 GiB of it"):
+        plan(changes | {"spec.parallelism": {"devicesPerNode": 2}}, resolve_node("8xh100"))
+    assert plan(changes, resolve_node("8xh100")).mode == "Disabled", "one rank has no NCCL"
+
+
 def test_a_model_that_fsdp_cannot_shard_is_not_planned_with_it() -> None:
     """A scalar in place of the norm has no rows."""
     shape = shape_of(job(LLAMA_70B).spec, "Cuda")
