@@ -33,7 +33,7 @@ from .assemble import FROZEN, Assembly, Tiers, assemble, check_device, initial_s
 from .cgroup import usable_cores, with_usable_threads
 from .checkpoints import tensors as checkpoint
 from .checkpoints.directory import CheckpointNotWritten, Epoch, Owner, Resume, newest_at, tokenizer_of
-from .checkpoints.manifest import StoredCheckpoint, TrainingState
+from .checkpoints.manifest import StoredCheckpoint, TrainingState, open_checkpoint
 from .corpus.building_peak import peak_of_building, room_for_more_text
 from .corpus.data import TokenBatches
 from .corpus.objective import TrainingObjective
@@ -418,9 +418,13 @@ class RunCheckpoints:
         """Fill model and optimizer from the epoch's checkpoint, from the parameters of another run's checkpoint, or
         from the model's source or seed. Frozen parameters, which no checkpoint holds, always come from source or seed.
         Every rank gets rank 0's bits, because nodes may have no disk in common, and their processors may draw other
-        random numbers."""
+        random numbers. Only ranks of a sharded model that see the checkpoint read their pieces themselves."""
         found = self.ranks.tell("checkpoint to resume from", self._found_state)
-        for name, tensor in self.ranks.share(self._found_tensors()):
+        divided = self.assembly.divided
+        in_pieces = bool(found) and divided is not None and self._is_shared()
+        if divided is not None and in_pieces:
+            self._load_pieces(divided.optimizer)
+        for name, tensor in self.ranks.share(self._found_tensors(frozen_alone=in_pieces)):
             self.assembly.load(name, tensor)
         if found:
             state = TrainingState.from_json(json.loads(found))
@@ -492,12 +496,30 @@ class RunCheckpoints:
         )
         return json.dumps(state.to_json())
 
-    def _found_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _load_pieces(self, optimizer: ShardedOptimizer) -> None:
+        """Every rank reads its pieces of the states, and all running statistics."""
+
+        chosen = self.ranks.tell("checkpoint's name", lambda: str(self.epoch and self.epoch.resume.checkpoint))
+        found = open_checkpoint(Path(self.job.checkpoint_directory) / chosen)
+        shapes = self.assembly.parameter_shapes(), running_statistics.shapes(self.assembly.model)
+
+        def pieces() -> Iterator[tuple[str, Tensor]]:
+            for name, value in checkpoint.load(found, *shapes, optimizer.own_ranges()):
+                if name.startswith(running_statistics.PREFIX):
+                    self.assembly.load(name, value)
+                else:
+                    yield name, value
+
+        optimizer.load_pieces(pieces())
+
+    def _found_tensors(self, *, frozen_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
         if self.epoch is None:
             return iter(())
         initial = initial_states(self.assembly.model, self.job.spec.training.seed, trained_alone=self.base_is_there)
         shapes = self.assembly.parameter_shapes(), running_statistics.shapes(self.assembly.model)
-        if self.epoch.resume.checkpoint is not None:
+        if frozen_alone:
+            found: Iterator[tuple[str, Tensor]] = iter(())
+        elif self.epoch.resume.checkpoint is not None:
             found = checkpoint.load(self.epoch.resume.checkpoint, *shapes)
         elif self.start is not None:
             seed, tokenizer = self.job.spec.training.seed, self.corpus.index.tokenizer_xxh3

@@ -14,7 +14,8 @@ import base64
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import groupby
+from itertools import chain, groupby
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +179,22 @@ def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]])
 
 
 def load(
-    checkpoint: StoredCheckpoint, shapes: Mapping[str, Sequence[int]], statistics: Mapping[str, Sequence[int]] = NONE
+    checkpoint: StoredCheckpoint,
+    shapes: Mapping[str, Sequence[int]],
+    statistics: Mapping[str, Sequence[int]] = NONE,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of a verified checkpoint, file by file. `shapes` are those of the model's parameters without
-    tied aliases, `statistics` those of its running statistics, by their names in the checkpoint.
+    """Yields every tensor of a verified checkpoint, file by file; with `ranges`, only these of the states (see
+    read_ranges). `shapes` are those of the model's parameters without tied aliases, `statistics` those of its running
+    statistics, by their names in the checkpoint.
 
     Raises UserError before the first tensor if names or shapes are not the model's.
     """
     state = checkpoint.manifest.state
     settings = Hyperparameters(rule=UpdateRule(state.rule), moments=MomentType(state.moments))
     _check_shapes(checkpoint, settings, settings.rule.state_kinds, shapes, statistics)
+    if ranges is not None:
+        return chain(read_ranges(checkpoint, ranges), read(checkpoint, statistics))
     return _loaded(checkpoint, checkpoint.manifest.tensors, statistics)
 
 
@@ -204,14 +211,35 @@ def _loaded(
 
 def read(checkpoint: StoredCheckpoint, wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a verified checkpoint that are `wanted`, whole, in the order of the names."""
+    for name, pieces in _opened(checkpoint, wanted):
+        found = [piece.get_tensor(name) for piece in pieces]
+        shape = checkpoint.manifest.tensors[name].shape
+        yield name, found[0] if len(found) == 1 else torch.cat([part.view(-1) for part in found]).view(shape)
+
+
+def read_ranges(checkpoint: StoredCheckpoint, wanted: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields only the values from `start` to before `end` of each wanted tensor, flat, and reads few others."""
+    for name, pieces in _opened(checkpoint, wanted):
+        (start, end), found = wanted[name], list[Tensor]()
+        for piece in (piece.get_slice(name) for piece in pieces):
+            shape = piece.get_shape()
+            first, last = max(0, start), min(prod(shape), end)
+            if first < last:
+                width = prod(shape[1:])
+                row = first // width
+                rows = piece[row : -(-last // width)] if shape else piece[...]
+                found.append(rows.reshape(-1)[first - row * width : last - row * width])
+            start, end = start - prod(shape), end - prod(shape)
+        yield name, found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _opened(checkpoint: StoredCheckpoint, wanted: Iterable[str]) -> Iterator[tuple[str, list[Any]]]:
+    """Yields each name with the files, opened, that have its pieces. Neighbours that share files share the opening."""
     tensors = checkpoint.manifest.tensors
     for files, names in groupby(wanted, key=lambda name: tensors[name].files):
         with ExitStack() as opened:
             pieces = [opened.enter_context(safe_open(checkpoint.path / file, framework="pt")) for file in files]
-            for name in names:
-                shape = tensors[name].shape
-                found = [piece.get_tensor(name) for piece in pieces]
-                yield name, found[0] if len(found) == 1 else torch.cat([part.view(-1) for part in found]).view(shape)
+            yield from ((name, pieces) for name in names)
 
 
 def load_parameters(

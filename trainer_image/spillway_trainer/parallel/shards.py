@@ -148,6 +148,18 @@ class ShardedOptimizer:
             elif not shape.numel() and rank == 0:
                 yield state, torch.empty(shape, dtype=self._settings.state_dtype(kind))
 
+    def own_ranges(self) -> dict[str, tuple[int, int]]:
+        """Returns the range of values of each state, flattened, of which this rank has a piece."""
+        rank, kinds = self._peers.world.rank, self._settings.rule.state_kinds
+        own = {name: pieces[rank] for name, pieces in self._division.layout.items() if pieces[rank].size}
+        return {f"{kind}.{name}": (piece.offset, piece.end) for name, piece in own.items() for kind in kinds}
+
+    def load_pieces(self, pieces: Iterable[tuple[str, Tensor]]) -> None:
+        """Sets this rank's pieces of all states (own_ranges). Every rank calls it."""
+        for state, values in pieces:
+            self._own.load(state, values)
+        self._division.complete()
+
     def state_shapes(self) -> dict[str, torch.Size]:
         """Returns the names and shapes of `state`, in its order."""
         kinds = self._settings.rule.state_kinds

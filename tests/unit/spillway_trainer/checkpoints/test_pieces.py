@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from spillway_trainer.checkpoints.directory import CheckpointNotWritten, Epoch, 
 from spillway_trainer.checkpoints.durable_files import DurableFiles
 from spillway_trainer.checkpoints.manifest import PIECES_VERSION, StoredCheckpoint
 from spillway_trainer.checkpoints.sealed_json import unseal
-from spillway_trainer.checkpoints.tensors import read, save_in_pieces
+from spillway_trainer.checkpoints.tensors import read, read_ranges, save, save_in_pieces
 from spillway_trainer.ranks import World
 
 WORLD = 3
@@ -106,6 +107,18 @@ def test_readers_get_whole_tensors(tmp_path: Path) -> None:
     for name, whole in WHOLE.items():
         assert (found[name].shape, found[name].dtype) == (whole.shape, whole.dtype)
         assert found[name].view(-1).view(torch.uint8).tolist() == whole.view(-1).view(torch.uint8).tolist(), name
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_ranges_are_those_of_the_whole_tensor(tmp_path: Path, in_pieces: bool) -> None:
+    epoch = Epoch.start(tmp_path, 1)
+    whole = {**WHOLE, "master.scalar": torch.tensor(2.5)}
+    stored = saved(epoch)[0] if in_pieces else save(epoch, training_state(10), iter(whole.items()))
+    for name in stored.manifest.tensors.keys() & whole:
+        values, size = whole[name].reshape(-1), whole[name].numel()
+        for start, end in itertools.combinations(range(size + 1), 2):
+            ((_, found),) = read_ranges(stored, {name: (start, end)})
+            assert torch.equal(found.view(torch.uint8), values[start:end].view(torch.uint8)), (name, start, end)
 
 
 def test_each_rank_writes_files_of_its_own(tmp_path: Path) -> None:
