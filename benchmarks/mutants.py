@@ -108,11 +108,11 @@ def sites_of(path: Path) -> dict[tuple[int, int], list[tuple[str, int, int]]]:
 
 
 def mutant_at(area: str, path: str, mutation: tuple[str, int, int]) -> Mutant | None:
-    """Returns the mutant, or None if there is none or it computes the same as the original."""
+    """Returns the mutant, or None if there is none, it computes the same as the original, or it is no Python."""
     operator, occurrence, line = mutation
     source = (ROOT / path).read_text(encoding="utf-8")
     mutated = mutate(source, operator, occurrence)
-    if mutated is None or meaning(source) == meaning(mutated):
+    if mutated is None or meaning(mutated) in (None, meaning(source)):
         return None
     lines = [pair for pair in zip(source.splitlines(), mutated.splitlines(), strict=False) if pair[0] != pair[1]]
     before, after = lines[0] if lines else ("", "")
