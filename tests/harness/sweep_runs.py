@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from harness import local_runs
@@ -17,6 +16,8 @@ from spillway.api.load import parse_job
 from spillway.api.sweep.members import member_job
 from spillway.plan import MemberPlan, MemoryPlan, Turns
 from spillway.units import MIB
+from spillway_trainer.checkpoints.manifest import open_checkpoint
+from spillway_trainer.checkpoints.tensors import read
 
 JOB = """
 apiVersion: spillway.dev/v1alpha1
@@ -116,11 +117,8 @@ def evaluations(output: Path) -> dict[int, float]:
 
 def final_tensors(checkpoints: Path, step: int) -> dict[str, Tensor]:
     """The tensors of the newest checkpoint of `step`."""
-    newest = max(checkpoints.glob(f"step-{step}.e*"))
-    found: dict[str, Tensor] = {}
-    for file in sorted(newest.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+    newest = open_checkpoint(max(checkpoints.glob(f"step-{step}.e*")))
+    return dict(read(newest, newest.manifest.tensors))
 
 
 def failing_ones_failed(output: Path) -> None:
