@@ -52,11 +52,11 @@ PASSED := build/test-all/$(or $(shell git describe --always --dirty --abbrev=40 
 test-all: env ## run all tests with all their cases, also on the cluster: hours; continues an earlier run of the same commit
 	@mkdir -p $(PASSED); case $(PASSED) in *-dirty) rm -rf $(PASSED)/* ;; esac
 	@for part in $(PARTS); do \
-	  mark=$(PASSED)/$$(echo $$part | tr / .); options="-o faulthandler_timeout=0 $(PARALLEL)"; \
-	  [ $$part != tests/cluster ] || options="--numprocesses $(CLUSTER_WORKERS) $(BY_FILES)"; \
+	  mark=$(PASSED)/$$(echo $$part | tr / .); workers="$(PARALLEL)"; \
+	  [ $$part != tests/cluster ] || workers="--numprocesses $(CLUSTER_WORKERS) $(BY_FILES)"; \
 	  if [ -e $$mark ]; then echo "$$part: passed $$(cat $$mark)"; continue; fi; \
 	  echo "$$part"; \
-	  if SPILLWAY_DEPTH=all $(SUPERVISED) $(PYTEST) $$options $$part; then date -u +%FT%TZ > $$mark; else failed="$$failed $$part"; fi; \
+	  if SPILLWAY_DEPTH=all $(SUPERVISED) $(PYTEST) -o faulthandler_timeout=0 $$workers $$part; then date -u +%FT%TZ > $$mark; else failed="$$failed $$part"; fi; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 check: env ## run ruff, mypy --strict and import-linter, and check that generated files are up to date
