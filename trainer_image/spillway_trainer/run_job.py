@@ -17,12 +17,13 @@ from pathlib import Path
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from torch import Tensor
 
 from spillway.api.job_file import JobFile
 from spillway.api.model import CHATS_NEED_CAUSAL
 from spillway.api.training import EarlyStopping
-from spillway.errors import DeviceOutOfMemory, HostOutOfMemory, UserError
+from spillway.errors import CheckpointCorrupt, DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.plan import MemoryPlan, Tier
 from spillway.units import counted
 
@@ -34,6 +35,7 @@ from .cgroup import usable_cores, with_usable_threads
 from .checkpoints import tensors as checkpoint
 from .checkpoints.directory import CheckpointNotWritten, Epoch, Owner, Resume, newest_at, tokenizer_of
 from .checkpoints.manifest import StoredCheckpoint, TrainingState, open_checkpoint
+from .checkpoints.sealed_json import Unsealed
 from .corpus.building_peak import peak_of_building, room_for_more_text
 from .corpus.data import TokenBatches
 from .corpus.objective import TrainingObjective
@@ -419,15 +421,17 @@ class RunCheckpoints:
         from the model's source or seed. Frozen parameters, which no checkpoint holds, always come from source or seed.
         Every rank gets rank 0's bits, because nodes may have no disk in common, and their processors may draw other
         random numbers. Only ranks of a sharded model that see the checkpoint read their pieces themselves."""
-        found = self.ranks.tell("checkpoint to resume from", self._found_state)
+        found = json.loads(self.ranks.tell("checkpoint to resume from", self._found_state))
         divided = self.assembly.divided
         in_pieces = bool(found) and divided is not None and self._is_shared()
         if divided is not None and in_pieces:
-            self._load_pieces(divided.optimizer)
+            read = partial(self._read_pieces, divided.optimizer, found["checkpoint"])
+            self.ranks.each("the reading of the checkpoint", read)
+            divided.optimizer.complete()
         for name, tensor in self.ranks.share(self._found_tensors(frozen_alone=in_pieces)):
             self.assembly.load(name, tensor)
         if found:
-            state = TrainingState.from_json(json.loads(found))
+            state = TrainingState.from_json(found["state"])
             self.assembly.optimizer.load_scalars(state.scalars)
             self.loss_scale.load(state.scalars)
             checkpoint.restore_random_state(state.random_state)
@@ -449,22 +453,25 @@ class RunCheckpoints:
         return self._pruned(checkpoint.save(self.epoch, state, tensors, stay=stay), started)
 
     def _is_shared(self) -> bool:
-        """Whether every rank sees the directory in which rank 0 has begun this epoch, so that its node has no disk of
-        its own there."""
+        """Whether every rank sees the directory in which rank 0 has begun this epoch, so that no node has a disk of its
+        own there."""
         begun = Path(self.job.checkpoint_directory) / f"epoch-{self.job.epoch}.json"
-        return all(self.ranks.each("checkpoint directory", lambda: "seen" if begun.exists() else ""))
+
+        def seen() -> str:
+            try:
+                return str(begun.stat().st_mtime_ns)
+            except OSError:
+                return ""
+
+        found = self.ranks.each("checkpoint directory", seen)
+        return bool(found[0]) and len({*found}) == 1
 
     def _commit_pieces(self, optimizer: ShardedOptimizer, progress: RunProgress, started: float) -> Written:
-        """Every rank writes its pieces of the states, and rank 0 the running statistics and the manifest."""
-        statistics = running_statistics.states(self.assembly.model) if self.epoch else ()
-        pieces, shapes = chain(optimizer.own_pieces(), statistics), optimizer.state_shapes()
-        found = checkpoint.save_in_pieces(self.ranks, self.epoch, self._state(progress), pieces, shapes)
-
-        def pruned() -> Written:
-            assert found is not None
-            return self._pruned(found, started)
-
-        return self.ranks.first("removal of old checkpoints", pruned) or Written(progress.step)
+        """Every rank writes its pieces, and rank 0 the manifest."""
+        pieces, shapes = optimizer.own_pieces(), optimizer.state_shapes()
+        state, then = self._state(progress), partial(self._pruned, started=started)
+        found = checkpoint.save_in_pieces(self.ranks, self.epoch, state, pieces, shapes, then)
+        return found or Written(progress.step)
 
     def _pruned(self, written: StoredCheckpoint, started: float) -> Written:
         """Removes older checkpoints. `started`: when this one was begun."""
@@ -479,11 +486,11 @@ class RunCheckpoints:
         return Written(state.step, written.manifest.nbytes, seconds, seconds)
 
     def _found_state(self) -> str:
-        """Returns the state that the epoch resumes from, as JSON; empty if the epoch has no checkpoint. Raises
-        UserError if the checkpoint is not of the same run."""
+        """Returns as JSON the name of the checkpoint that the epoch resumes from, and its state; an empty object if it
+        has none. Raises UserError if the checkpoint is not of the same run."""
         assert self.epoch is not None
         if self.epoch.resume.checkpoint is None:
-            return ""
+            return "{}"
         state = self.epoch.resume.checkpoint.manifest.state
         checkpoint.check_same_run(
             state,
@@ -494,26 +501,24 @@ class RunCheckpoints:
             moments=self.job.spec.training.optimizer.moments,
             source_xxh3=self.assembly.model.description.get("source_xxh3", ""),
         )
-        return json.dumps(state.to_json())
+        return json.dumps({"checkpoint": str(self.epoch.resume.checkpoint), "state": state.to_json()})
 
-    def _load_pieces(self, optimizer: ShardedOptimizer) -> None:
-        """Every rank reads its pieces of the states, and all running statistics."""
-
-        chosen = self.ranks.tell("checkpoint's name", lambda: str(self.epoch and self.epoch.resume.checkpoint))
-        found = open_checkpoint(Path(self.job.checkpoint_directory) / chosen)
-        shapes = self.assembly.parameter_shapes(), running_statistics.shapes(self.assembly.model)
-
-        def pieces() -> Iterator[tuple[str, Tensor]]:
-            for name, value in checkpoint.load(found, *shapes, optimizer.own_ranges()):
-                if name.startswith(running_statistics.PREFIX):
-                    self.assembly.load(name, value)
-                else:
-                    yield name, value
-
-        optimizer.load_pieces(pieces())
+    def _read_pieces(self, optimizer: ShardedOptimizer, name: str) -> str:
+        """Reads this rank's pieces of the states. Raises CheckpointCorrupt."""
+        path = Path(self.job.checkpoint_directory) / name
+        try:
+            found, shapes = open_checkpoint(path), self.assembly.parameter_shapes()
+            optimizer.load_pieces(checkpoint.load(found, shapes, ranges=optimizer.own_ranges()))
+        except (Unsealed, SafetensorError) as error:
+            raise CheckpointCorrupt(
+                f"{path}: rank {self.ranks.world.rank} finds another checkpoint than rank 0 has verified: {error}; check "
+                "that all nodes see the same files there"
+            ) from error
+        return ""
 
     def _found_tensors(self, *, frozen_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        if self.epoch is None:
+        has_frozen = any(not parameter.requires_grad for parameter in self.assembly.model.parameters())
+        if self.epoch is None or (frozen_alone and not has_frozen):
             return iter(())
         initial = initial_states(self.assembly.model, self.job.spec.training.seed, trained_alone=self.base_is_there)
         shapes = self.assembly.parameter_shapes(), running_statistics.shapes(self.assembly.model)

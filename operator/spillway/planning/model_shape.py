@@ -60,7 +60,7 @@ class ParameterShape:
     """One parameter as Fsdp divides it: by rows, its first dimension."""
 
     num_rows: int
-    """0: a scalar."""
+    """0: a scalar, or empty."""
     row_values: int
     value_bytes: int
     is_trained: bool

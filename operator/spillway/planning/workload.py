@@ -90,7 +90,10 @@ def _not_for_fsdp(
 ) -> Iterator[str]:
     for name, segment in parameters.items():
         if not all(one.num_rows for one in segment):
-            yield f"segment {name} (group of layers) has a scalar parameter, without rows to shard; give it shape (1,)"
+            yield (
+                f"segment {name} (group of layers) has a scalar or empty parameter, without rows to shard; give a "
+                "scalar shape (1,)"
+            )
         if len({one.value_bytes for one in segment if one.is_trained}) > 1:
             yield (
                 f"segment {name} (group of layers) trains parameters of several types, but FSDP2 shards only one per "

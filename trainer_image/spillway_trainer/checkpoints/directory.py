@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -207,16 +208,16 @@ class Pending(Part):
         self._epoch = epoch
 
     def join(self, parts: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> None:
-        """Adds the parts that all ranks wrote (Part.to_json), in the order of ranks. `shapes`: of the tensors that they
-        may have in pieces, in the order of the manifest."""
+        """Adds the parts that all ranks wrote (Part.to_json), in the order of ranks. `shapes`: of all tensors, in the
+        order of the manifest."""
         found = [json.loads(part) for part in parts]
         self.written += [FileEntry(**entry) for part in found for entry in part["files"]]
-        by_rank = [{name: TensorEntry.from_json(of) for name, of in part["tensors"].items()} for part in found]
         for name, shape in shapes.items():
-            files = tuple(file for part in by_rank if name in part for file in part.pop(name).files)
-            self.tensors[name] = TensorEntry(files, tuple(shape))
-        for part in by_rank:
-            self.tensors |= part
+            pieces = [TensorEntry.from_json(part["tensors"][name]) for part in found if name in part["tensors"]]
+            sizes = tuple(prod(piece.shape) for piece in pieces)
+            assert sum(sizes) == prod(shape), f"{name}: {sizes} of {shape}"
+            files = tuple(file for piece in pieces for file in piece.files)
+            self.tensors[name] = TensorEntry(files, tuple(shape), sizes if len(files) > 1 else ())
 
     def commit(self, state: TrainingState) -> StoredCheckpoint:
         """Commits the checkpoint. Once this returns, it survives a power failure; before the rename it does not
@@ -266,7 +267,8 @@ class Epoch:
         self.files = files
         self.parent = None if resume.checkpoint is None else resume.checkpoint.manifest.name
         """The newest checkpoint of this epoch's own lineage."""
-        self._verified: set[CheckpointName] = set()
+        self.verified: set[CheckpointName] = set()
+        """Checkpoints that this process need not read again."""
 
     @staticmethod
     def start(directory: Path, number: int, files: DurableFiles | None = None, owner: Owner | None = None) -> Epoch:
@@ -351,8 +353,8 @@ class Epoch:
         process."""
         kept: list[CheckpointName] = []
         for name in sorted(names, reverse=True):
-            if name in self._verified or not verify_checkpoint(self.directory / str(name)):
-                self._verified.add(name)
+            if name in self.verified or not verify_checkpoint(self.directory / str(name)):
+                self.verified.add(name)
                 kept.append(name)
             if len(kept) == count:
                 return kept
@@ -378,7 +380,8 @@ class Epoch:
         for path in self.directory.iterdir():
             match = _TEMPORARY.fullmatch(path.name)
             if match and int(match["epoch"]) <= self.number:
-                self.files.remove_tree(path)
+                with suppress(OSError):  # another rank of an earlier epoch may still write; the next start removes it
+                    self.files.remove_tree(path)
 
 
 def _make_directories(directory: Path, files: DurableFiles) -> None:

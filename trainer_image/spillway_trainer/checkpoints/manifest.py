@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,25 @@ class TensorEntry:
     files: tuple[str, ...]
     """The file that has it, or those that have its pieces: flat, under its name, in this order end to end."""
     shape: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
+    """Number of values of each piece; empty if there is one file."""
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[str, int, int]]:
+        """Yields where the values from `start` to before `end` of the flat tensor are: a file, and which of the values
+        in it."""
+        for file, size in zip(self.files, self.sizes or (prod(self.shape),), strict=True):
+            if max(0, start) < min(size, end):
+                yield file, max(0, start), min(size, end)
+            start, end = start - size, end - size
 
     def to_json(self) -> dict[str, Any]:
         return {"file": self.files[0], "shape": self.shape} if len(self.files) == 1 else asdict(self)
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> TensorEntry:
-        files = [fields["file"]] if "file" in fields else fields["files"]
-        return TensorEntry(tuple(files), tuple(fields["shape"]))
+        if "file" in fields:
+            return TensorEntry((fields["file"],), tuple(fields["shape"]))
+        return TensorEntry(*(tuple(fields[name]) for name in ("files", "shape", "sizes")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain, groupby
+from errno import EIO
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,9 @@ from spillway.units import MIB
 from spillway.update_rules import MASTER, MomentType, UpdateRule
 
 from ..optimizer.plain import MOMENT_DTYPES, Hyperparameters
-from ..ranks import Ranks
+from ..ranks import Ranks, Result
 from .directory import Epoch, Part, Pending, not_written
-from .durable_files import DurableFiles
+from .durable_files import DurableFiles, describe_file
 from .manifest import StoredCheckpoint, TensorEntry, TrainingState
 
 NONE: Mapping[str, Sequence[int]] = {}
@@ -70,10 +72,11 @@ def save_in_pieces(
     state: TrainingState,
     pieces: Iterable[tuple[str, Tensor]],
     shapes: Mapping[str, Sequence[int]],
-) -> StoredCheckpoint | None:
+    then: Callable[[StoredCheckpoint], Result],
+) -> Result | None:
     """Commits one checkpoint, into whose directory every rank writes its own `pieces` of the tensors with these
-    `shapes`. Every rank calls it; only rank 0 has an epoch and gets the checkpoint. If one of them raises as `save`,
-    all do."""
+    `shapes`, and reads them back. Every rank calls it; only rank 0 has an epoch, and calls `then` with the checkpoint,
+    whose result it gets. If one of them raises as `save`, all do."""
     begun: list[Pending] = []
     with ExitStack() as opened:
 
@@ -88,13 +91,18 @@ def save_in_pieces(
             part = Part(path, begun[0].files if begun else DurableFiles(), f"rank-{ranks.world.rank}")
             with not_written(path.with_suffix("")):
                 write_tensors(part, pieces)
+                if wrong := [entry.name for entry in part.written if describe_file(path / entry.name) != entry]:
+                    raise OSError(EIO, "what was read back differs from what was written", str(path / wrong[0]))
             return part.to_json()
 
         parts = ranks.each("checkpoint", write)
 
-        def end() -> StoredCheckpoint:
+        def end() -> Result:
+            assert epoch is not None
             begun[0].join(parts, shapes)
-            return begun[0].commit(state)
+            stored = begun[0].commit(state)
+            epoch.verified.add(stored.manifest.name)
+            return then(stored)
 
         return ranks.first("checkpoint", end)
 
@@ -184,9 +192,9 @@ def load(
     statistics: Mapping[str, Sequence[int]] = NONE,
     ranges: Mapping[str, tuple[int, int]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of a verified checkpoint, file by file; with `ranges`, only these of the states (see
-    read_ranges). `shapes` are those of the model's parameters without tied aliases, `statistics` those of its running
-    statistics, by their names in the checkpoint.
+    """Yields every tensor of a verified checkpoint, file by file, or only these `ranges` of them (read_ranges).
+    `shapes` are those of the model's parameters without tied aliases, `statistics` those of its running statistics, by
+    their names in the checkpoint.
 
     Raises UserError before the first tensor if names or shapes are not the model's.
     """
@@ -194,7 +202,7 @@ def load(
     settings = Hyperparameters(rule=UpdateRule(state.rule), moments=MomentType(state.moments))
     _check_shapes(checkpoint, settings, settings.rule.state_kinds, shapes, statistics)
     if ranges is not None:
-        return chain(read_ranges(checkpoint, ranges), read(checkpoint, statistics))
+        return read_ranges(checkpoint, ranges)
     return _loaded(checkpoint, checkpoint.manifest.tensors, statistics)
 
 
@@ -211,35 +219,37 @@ def _loaded(
 
 def read(checkpoint: StoredCheckpoint, wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a verified checkpoint that are `wanted`, whole, in the order of the names."""
-    for name, pieces in _opened(checkpoint, wanted):
+    tensors = checkpoint.manifest.tensors
+    for name, pieces in _opened(checkpoint, ((name, tensors[name].files) for name in wanted)):
         found = [piece.get_tensor(name) for piece in pieces]
-        shape = checkpoint.manifest.tensors[name].shape
-        yield name, found[0] if len(found) == 1 else torch.cat([part.view(-1) for part in found]).view(shape)
+        yield name, found[0] if len(found) == 1 else torch.cat(found).view(tensors[name].shape)
 
 
 def read_ranges(checkpoint: StoredCheckpoint, wanted: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields only the values from `start` to before `end` of each wanted tensor, flat, and reads few others."""
-    for name, pieces in _opened(checkpoint, wanted):
-        (start, end), found = wanted[name], list[Tensor]()
-        for piece in (piece.get_slice(name) for piece in pieces):
+    """Yields only the values from `start` to before `end` of each wanted tensor, flat, and reads few others. A range
+    has at least one value."""
+    tensors = checkpoint.manifest.tensors
+    places = {name: [*tensors[name].ranges(start, end)] for name, (start, end) in wanted.items()}
+    files = ((name, tuple(file for file, *_ in found)) for name, found in places.items())
+    for name, pieces in _opened(checkpoint, files):
+        found = []
+        for piece, (_, first, last) in zip((piece.get_slice(name) for piece in pieces), places[name], strict=True):
             shape = piece.get_shape()
-            first, last = max(0, start), min(prod(shape), end)
-            if first < last:
-                width = prod(shape[1:])
-                row = first // width
-                rows = piece[row : -(-last // width)] if shape else piece[...]
-                found.append(rows.reshape(-1)[first - row * width : last - row * width])
-            start, end = start - prod(shape), end - prod(shape)
+            width = prod(shape[1:])
+            row = first // width
+            rows = piece[row : -(-last // width)] if shape else piece[...]
+            found.append(rows.reshape(-1)[first - row * width : last - row * width])
         yield name, found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _opened(checkpoint: StoredCheckpoint, wanted: Iterable[str]) -> Iterator[tuple[str, list[Any]]]:
-    """Yields each name with the files, opened, that have its pieces. Neighbours that share files share the opening."""
-    tensors = checkpoint.manifest.tensors
-    for files, names in groupby(wanted, key=lambda name: tensors[name].files):
+def _opened(
+    checkpoint: StoredCheckpoint, wanted: Iterable[tuple[str, tuple[str, ...]]]
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yields each name with its files, opened. Neighbours that share files share the opening."""
+    for files, names in groupby(wanted, key=itemgetter(1)):
         with ExitStack() as opened:
             pieces = [opened.enter_context(safe_open(checkpoint.path / file, framework="pt")) for file in files]
-            yield from ((name, pieces) for name in names)
+            yield from ((name, pieces) for name, _ in names)
 
 
 def load_parameters(

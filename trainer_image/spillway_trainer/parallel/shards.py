@@ -155,9 +155,11 @@ class ShardedOptimizer:
         return {f"{kind}.{name}": (piece.offset, piece.end) for name, piece in own.items() for kind in kinds}
 
     def load_pieces(self, pieces: Iterable[tuple[str, Tensor]]) -> None:
-        """Sets this rank's pieces of all states (own_ranges). Every rank calls it."""
+        """Sets this rank's pieces of all states (own_ranges). Every rank calls `complete` then."""
         for state, values in pieces:
             self._own.load(state, values)
+
+    def complete(self) -> None:
         self._division.complete()
 
     def state_shapes(self) -> dict[str, torch.Size]:

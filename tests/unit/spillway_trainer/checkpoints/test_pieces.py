@@ -16,8 +16,9 @@ from torch import Tensor
 
 from cases.checkpoint_cases import flip_bit, training_state
 from spillway.errors import Fenced, SpillwayError
+from spillway_trainer.checkpoints import directory
 from spillway_trainer.checkpoints.directory import CheckpointNotWritten, Epoch, choose_resume, verify
-from spillway_trainer.checkpoints.durable_files import DurableFiles
+from spillway_trainer.checkpoints.durable_files import DurableFiles, FileEntry
 from spillway_trainer.checkpoints.manifest import PIECES_VERSION, StoredCheckpoint
 from spillway_trainer.checkpoints.sealed_json import unseal
 from spillway_trainer.checkpoints.tensors import read, read_ranges, save, save_in_pieces
@@ -75,8 +76,6 @@ def pieces(rank: int) -> Iterator[tuple[str, Tensor]]:
         piece = whole.reshape(-1).tensor_split(WORLD)[rank]
         if piece.numel() or (not whole.numel() and rank == 0):
             yield name, piece.clone().view(whole.shape if piece.numel() == whole.numel() else (-1,))
-    if rank == 0:
-        yield "buffer.count", torch.tensor(3)
 
 
 def saved(epoch: Epoch, of: Callable[[int], Iterable[tuple[str, Tensor]]] = pieces) -> list[Any]:
@@ -86,7 +85,8 @@ def saved(epoch: Epoch, of: Callable[[int], Iterable[tuple[str, Tensor]]] = piec
     def attempt(rank: int) -> StoredCheckpoint | SpillwayError | None:
         ranks: Any = ThreadRank(World(rank, rank, WORLD), shared)
         try:
-            return save_in_pieces(ranks, epoch if rank == 0 else None, training_state(10), of(rank), SHAPES)
+            own = epoch if rank == 0 else None
+            return save_in_pieces(ranks, own, training_state(10), of(rank), SHAPES, lambda committed: committed)
         except SpillwayError as error:
             return error
 
@@ -103,7 +103,7 @@ def test_readers_get_whole_tensors(tmp_path: Path) -> None:
     assert others == [None, None]
     assert choose_resume(tmp_path).checkpoint == committed
     found = dict(read(committed, committed.manifest.tensors))
-    assert list(found) == [*WHOLE, "buffer.count"]
+    assert list(found) == list(WHOLE)
     for name, whole in WHOLE.items():
         assert (found[name].shape, found[name].dtype) == (whole.shape, whole.dtype)
         assert found[name].view(-1).view(torch.uint8).tolist() == whole.view(-1).view(torch.uint8).tolist(), name
@@ -126,7 +126,16 @@ def test_each_rank_writes_files_of_its_own(tmp_path: Path) -> None:
     assert names(committed.path) == ["manifest.json", *(f"rank-{rank}-00000.safetensors" for rank in range(WORLD))]
     manifest = unseal((committed.path / "manifest.json").read_bytes())
     assert manifest["version"] == PIECES_VERSION
-    assert manifest["tensors"]["master.b"]["files"] == ["rank-0-00000.safetensors", "rank-1-00000.safetensors"]
+    b = {"files": ["rank-0-00000.safetensors", "rank-1-00000.safetensors"], "sizes": [1, 1], "shape": [2]}
+    assert manifest["tensors"]["master.b"] == b
+
+
+def test_what_was_read_back_needs_no_further_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epoch = Epoch.start(tmp_path, 1)
+    stored = saved(epoch)[0]
+    monkeypatch.setattr(directory, "verify_checkpoint", lambda path: pytest.fail(f"reads {path}"))
+    assert epoch.verified == {stored.manifest.name}
+    assert epoch.prune(keep=1) == []
 
 
 def test_a_damaged_piece_is_a_problem_of_its_file(tmp_path: Path) -> None:
@@ -163,3 +172,36 @@ def test_all_are_fenced_when_a_later_attempt_removes_their_directory(tmp_path: P
 
     assert [type(one) for one in saved(epoch, late)] == [Fenced] * WORLD
     assert names(tmp_path) == ["epoch-1.json", "epoch-2.json"]
+
+
+def test_a_file_that_reads_back_differently_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = DurableFiles.write
+
+    def damaged(files: DurableFiles, path: Path, chunks: Iterable[memoryview]) -> FileEntry:
+        entry = write(files, path, chunks)
+        if path.name.startswith("rank-1"):
+            flip_bit(path, 1500)
+        return entry
+
+    epoch = Epoch.start(tmp_path, 1)
+    monkeypatch.setattr(DurableFiles, "write", damaged)
+    found = saved(epoch)
+    assert [type(one) for one in found] == [CheckpointNotWritten] * WORLD
+    assert "what was read back differs from what was written" in str(found[0])
+    assert names(tmp_path) == ["epoch-1.json"]
+
+
+def test_a_rank_that_still_writes_does_not_stop_the_next_attempt(tmp_path: Path) -> None:
+    class Late(DurableFiles):
+        """A file appears while its directory is removed."""
+
+        def remove_tree(self, path: Path) -> None:
+            if path.is_dir():
+                raise OSError(39, "Directory not empty", str(path))
+            super().remove_tree(path)
+
+    (tmp_path / "step-10.e1.tmp").mkdir()
+    Epoch.start(tmp_path, 2, Late())
+    assert names(tmp_path) == ["epoch-2.json", "step-10.e1.tmp"]
+    Epoch.start(tmp_path, 3)
+    assert names(tmp_path) == ["epoch-2.json", "epoch-3.json"]

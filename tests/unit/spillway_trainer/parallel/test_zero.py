@@ -273,7 +273,7 @@ REFUSED_BY_FSDP: dict[str, tuple[MemoryPlan, Chain, World]] = {
         Tied(),
         World(size=2),
     ),
-    "segment other .* has a scalar parameter": (FSDP, scalar(), World(size=2)),
+    "segment other .* has a scalar or empty parameter": (FSDP, scalar(), World(size=2)),
     "segment one .* trains parameters of several types": (FSDP, of_several_types(), World(size=2)),
     "2 of 5 ranks would have no row": (FSDP, Tied(), World(size=5)),
 }
