@@ -511,8 +511,8 @@ class RunCheckpoints:
             optimizer.load_pieces(checkpoint.load(found, shapes, ranges=optimizer.own_ranges()))
         except (Unsealed, SafetensorError) as error:
             raise CheckpointCorrupt(
-                f"{path}: rank {self.ranks.world.rank} finds another checkpoint than rank 0 has verified: {error}; check "
-                "that all nodes see the same files there"
+                f"{path}: rank {self.ranks.world.rank} finds another checkpoint than rank 0 has verified: {error}; "
+                "check that all nodes see the same files there"
             ) from error
         return ""
 
