@@ -66,7 +66,7 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
             f"{where}: the plan streams parameters from host memory or NVMe, or runs all micro-batches through one "
             "layer before the next layer. This strategy can do neither; plan the job again (spillway plan)"
         )
-    if plan.optimizer.overlap not in ("None", "Forward" if plan.strategy == "Fsdp" else "None"):
+    if plan.optimizer.overlap not in (("None", "Forward") if plan.strategy == "Fsdp" else ("None",)):
         raise UserError(
             f"{where}: the plan has spec.memory.advanced.optimizer.overlap = {plan.optimizer.overlap}, which does not "
             "work with this strategy; plan the job again (spillway plan)"
