@@ -430,7 +430,7 @@ def test_one_live_attempt_and_rising_epochs_whatever_happens() -> None:
     run_state_machine_as_test(
         ClusterMachine,
         settings=settings(
-            max_examples=at(25, 150, 3000),
+            max_examples=at(25, 150, 1000),
             stateful_step_count=at(30, 40, 60),
             deadline=None,
             suppress_health_check=list(HealthCheck),
@@ -491,7 +491,7 @@ def fault(chance: Random) -> Fault:
 
 
 def test_long_histories_keep_every_promise() -> None:
-    for seed in range(at(8, 40, 2000)):
+    for seed in range(at(8, 40, 500)):
         chance, machine = Random(seed), ClusterMachine()
         lifecycle = {"stallSeconds": chance.choice([0, 60, 1800])}
         machine.begin(chance.randint(1, 2), chance.choice(["", "", "team-a"]), 50, 2, lifecycle)
