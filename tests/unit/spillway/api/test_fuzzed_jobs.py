@@ -21,7 +21,7 @@ from spillway.api.status import TrainingJobStatus
 from spillway.planning.search import Search
 from spillway_operator.decide.observed import Desired
 
-NUM_JOBS, SEED = at(20, 60, 2000), 20261122
+NUM_JOBS, SEED = at(20, 60, 10_000), 20261122
 MOST_CANDIDATES = 1_000_000
 """that are tried for one job: more are a search without end; the longest of hundreds of jobs tries 130,000"""
 UNCLEAR = ("which is a bug", "Traceback", "Error:")
@@ -67,7 +67,7 @@ def test_every_valid_job_is_planned_or_refused_clearly_and_soon(
             wrong.append(f"seed {seed}: {type(error).__name__}: {error}")
     [(longest, candidates)] = tried.most_common(1)
     with capsys.disabled():
-        reduced = "" if FULL else " (2,000 in `make test-all`)"
+        reduced = "" if FULL else " (10,000 in `make test-all`)"
         print(
             f"\n{NUM_JOBS} fuzzed jobs from seed {SEED}{reduced}: {dict(tally.most_common())}; "
             f"at most {candidates:,} candidates tried (seed {longest})"

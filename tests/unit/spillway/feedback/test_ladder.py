@@ -100,7 +100,7 @@ def test_host_memory_that_no_plan_uses_ran_out_beside_the_plan() -> None:
 # --- what is planned then ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=at(2, 4, 200), deadline=None)
+@settings(max_examples=at(2, 4, 40), deadline=None)
 @given(st.integers(24, 400), st.floats(1.0, 4.0), st.floats(1.0, 4.0))
 def test_the_plan_is_the_fastest_of_all_candidates_whose_counted_bytes_fit(
     device: int, more_device: float, more_host: float
@@ -129,7 +129,7 @@ def _fits(held: dict[Tier, TierBytes], corrections: Corrections, budget: dict[Ti
     return all(held[tier].total <= int(budget[tier] / corrections.of(tier)) for tier in Tier)
 
 
-@settings(max_examples=at(2, 4, 200), deadline=None)
+@settings(max_examples=at(2, 4, 40), deadline=None)
 @given(st.integers(20, 200), st.sampled_from([DEVICE, HOST, NVME, OOM_KILLED]), st.booleans())
 def test_no_plan_follows_that_one_which_failed_dominates(device: int, reason: str, spills: bool) -> None:
     """Brute force beside the arithmetic: as many bytes of what ran out, and no more room, is a repetition."""
