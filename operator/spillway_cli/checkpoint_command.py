@@ -145,12 +145,16 @@ def ls(run_path: Path, output: Format, member: str | None = None) -> int:
     shown = table("checkpoint", "step", "attempt", "size", "committed (UTC)", "learning rate", "resumable")
     for each, one, is_best in found:
         committed = f"{datetime.fromtimestamp(one.modified_seconds, UTC):%Y-%m-%d %H:%M:%S}"
-        resumable = one.problem or ("yes" if one.in_lineage else "no: superseded by a later attempt")
+        resumable = "yes" if one.in_lineage else "no: superseded by a later attempt"
+        resumable = "no: damaged" if one.problem else resumable
         rate, size = one.schedule, format_bytes(one.nbytes)
         of_job = f"{rate['name']} {rate['peak']:g}, {rate['num_steps']} steps" if rate else "-"
         name = each.named(one.name) + " (best)" * is_best
         shown.add_row(name, str(one.step), str(one.epoch), size, committed, of_job, resumable)
     result_console().print(shown if found else "no checkpoints yet")
+    for each, one, _ in found:
+        if one.problem:
+            result_console().print(f"{each.named(one.name)}: {one.problem}", markup=False)
     return ExitCode.COMPLETED
 
 

@@ -125,5 +125,5 @@ def say_result(document: Mapping[str, object], options: ImportOptions) -> None:
     result_console().print(
         f"{document['checkpoint']} in {options.output}: states of {document['parameters']} parameters after "
         f"{document['updates']} updates, from {document['format']}; continue with: spillway run {options.job} --output "
-        f"{options.output}"
+        f"{options.output}{f' --ranks {options.num_ranks}' if options.num_ranks > 1 else ''}"
     )

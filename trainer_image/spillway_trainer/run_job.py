@@ -25,6 +25,7 @@ from spillway.api.model import CHATS_NEED_CAUSAL
 from spillway.api.training import EarlyStopping
 from spillway.errors import CheckpointCorrupt, DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.plan import MemoryPlan, Tier
+from spillway.planning.workload import ZERO_STRATEGIES
 from spillway.units import counted
 
 from . import config, running_statistics
@@ -128,7 +129,8 @@ def run_ranks(
         say(recorder, batches.evaluated)
     ranks.agree("tokens and their order", batches.fingerprint)
     check_device(device, model, config.hyperparameters(job.spec, model))
-    recorder.preparing("allocating memory")
+    imports = {"Fsdp": "importing FSDP2, ", **dict.fromkeys(ZERO_STRATEGIES, "importing DeepSpeed, ")}
+    recorder.preparing(f"{imports.get(plan.strategy, '')}allocating memory")
     with assembled(job, plan, model, ranks, device) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)
         loss_scale = config.loss_scale(job.spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -112,7 +112,7 @@ def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[StepEvent]) -> R
         step_seconds=median([step.metrics.step_seconds for step in measured]),
         prediction=plan.prediction,
         training_seconds=max(times) - min(times) if times else 0.0,
-        attempt_seconds=sum(last - first for first, last in attempt_spans([one.time for one in log.starts], times)),
+        attempt_seconds=sum(last - first for first, last in attempt_spans(log, times)),
         num_attempts=len(log.starts),
         num_skipped=sum(step.metrics.skipped for step in steps),
         num_overflowed=sum(step.metrics.overflowed for step in steps),
@@ -128,12 +128,12 @@ def order(evaluation: tuple[int, float]) -> tuple[float, int]:
     return (math.inf if math.isnan(loss) else loss), step
 
 
-def attempt_spans(starts: Sequence[float], times: Sequence[float]) -> list[tuple[float, float]]:
-    """(start, last event) of every attempt, as Unix times."""
-    return [
-        (start, max((time for time in times if start <= time < end), default=start))
-        for start, end in pairwise([*starts, math.inf])
-    ]
+def attempt_spans(log: RunLog, times: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """Yields (start, last event) of every attempt that began to train, as Unix times. What comes after its end is of
+    an attempt that was stopped before that."""
+    for start, following in pairwise([*(one.time for one in log.starts), math.inf]):
+        end = min((one.time for one in log.ends if start <= one.time < following), default=following)
+        yield start, max((time for time in times if start <= time < following and time <= end), default=start)
 
 
 def tier_use(tier: Tier, steps: Sequence[StepEvent], plan: MemoryPlan) -> TierUse:

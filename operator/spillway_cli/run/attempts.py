@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
@@ -132,7 +132,8 @@ def run_attempts(
         restarts = sum(earlier.worth_restarting for earlier in ended)
         restarts_left = max_restarts - restarts if attempt.worth_restarting and not stop.requested else 0
         ended.append(attempt)
-        record_end(run, attempt)
+        with suppress(OSError):  # on a full disk, how it ended is still shown
+            record_end(run, attempt)
         watcher.attempt_ended(attempt, restarts_left)
         rung = trainer.replan(attempt) if attempt.ran_out_of_memory and not stop.requested else NO_RUNG
         if rung.sentence:

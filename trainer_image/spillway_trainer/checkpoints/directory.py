@@ -10,6 +10,7 @@ docs/checkpoints.md states the rules one by one. Does not import torch: `spillwa
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,13 @@ MINIMUM_KEPT = 2
 """Number of an epoch's newest checkpoints that are never pruned: the newest may turn out to be corrupt."""
 EPOCH_VERSION = 1
 
+_FREE_SPACE = "Free space on the volume with the checkpoints, or use a larger volume"
+_REMEDIES = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EFBIG: "Raise the limit for the size of a file (ulimit -f)",
+    errno.ENOENT: "The directory with the checkpoints was removed or unmounted: restore it",
+}
 _EPOCH_FILE = re.compile(r"epoch-(0|[1-9][0-9]*)\.json")
 _TEMPORARY = re.compile(r"(?:step-[0-9]+\.e|epoch-)(?P<epoch>[0-9]+)(?:\.json)?\.tmp")
 
@@ -97,7 +105,10 @@ def verify(directory: Path) -> list[Problem]:
         return verify_checkpoint(directory)
     problems = [problem for number in sorted(_epoch_numbers(directory)) for problem in _verify_epoch(directory, number)]
     for name in sorted(names_in(directory)):
-        problems += verify_checkpoint(directory / str(name))
+        try:
+            problems += verify_checkpoint(directory / str(name))
+        except UserError as error:  # a later format: the others can be verified all the same
+            problems.append(Problem(str(name), MANIFEST, "a format that this version of Spillway reads", str(error)))
     return problems
 
 
@@ -458,7 +469,7 @@ def _summary(directory: Path, name: CheckpointName, in_lineage: bool) -> Checkpo
     modified = path.stat().st_mtime
     try:
         manifest = open_checkpoint(path).manifest
-    except Unsealed as error:
+    except (Unsealed, UserError) as error:
         problem = f"{MANIFEST}: expected an intact manifest, found {error}"
         return CheckpointSummary(str(name), name.step, name.epoch, None, 0, 0, modified, {}, in_lineage, problem)
     parent = None if manifest.parent is None else str(manifest.parent)
@@ -485,10 +496,11 @@ def not_written(target: Path) -> Iterator[None]:
         name = CheckpointName.parse(target.name)
         assert name is not None, target
         check_fence(target.parent, name.epoch)
+        where = f" ({error.filename})" if error.filename else ""
+        intact = "; earlier checkpoints are intact" if names_in(target.parent) else ""
         raise CheckpointNotWritten(
-            f"{target}: this checkpoint was not written: {error.strerror or error}"
-            f"{f' ({error.filename})' if error.filename else ''}; earlier checkpoints are intact. Free space on "
-            "the volume with the checkpoints, or use a larger volume"
+            f"{target}: this checkpoint was not written: {error.strerror or error}{where}{intact}. "
+            f"{_REMEDIES.get(error.errno or 0, 'Check that the volume with the checkpoints is mounted and writable')}"
         ) from error
 
 

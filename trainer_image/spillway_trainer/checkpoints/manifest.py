@@ -80,9 +80,13 @@ class TensorEntry:
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> TensorEntry:
+        """Raises ValueError if the pieces do not make up the tensor."""
         if "file" in fields:
             return TensorEntry((fields["file"],), tuple(fields["shape"]))
-        return TensorEntry(*(tuple(fields[name]) for name in ("files", "shape", "sizes")))
+        files, shape, sizes = (tuple(fields[name]) for name in ("files", "shape", "sizes"))
+        if len(files) != len(sizes) or min(sizes) < 0 or sum(sizes) != prod(shape):
+            raise ValueError(f"pieces of {sizes} values in {len(files)} files for a tensor of shape {shape}")
+        return TensorEntry(files, shape, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +219,7 @@ class Manifest:
         return Manifest(
             name=CheckpointName(epoch=fields["epoch"], step=fields["step"]),
             parent=None if fields["parent"] is None else CheckpointName.parse(fields["parent"]),
-            files=tuple(FileEntry(**entry) for entry in fields["files"]),
+            files=tuple(FileEntry(**{**entry, "nbytes": int(entry["nbytes"])}) for entry in fields["files"]),
             tensors={name: TensorEntry.from_json(entry) for name, entry in fields["tensors"].items()},
             state=TrainingState.from_json(fields["state"]),
             spillway=fields["spillway"],

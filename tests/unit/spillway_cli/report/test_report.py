@@ -179,6 +179,8 @@ def test_summary_counts_skipped_steps_and_separates_attempts_from_gaps() -> None
     log.add(event_line("start", 100, epoch=1))
     log.add(event_line("step", 105, step=1, **finite))
     log.add(event_line("step", 110, step=2, **finite, loss=None))
+    for time in (110, 900):  # the second is of an attempt that was stopped before it began to train
+        log.add(json.dumps({"event": "end", "time": time, "reason": "Preempted", "message": ""}))
     log.add(event_line("start", 5000, epoch=2))
     log.add(event_line("step", 5007, step=3))
     found = summarize(log, plan(), log.curve)

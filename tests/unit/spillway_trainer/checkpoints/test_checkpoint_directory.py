@@ -290,6 +290,18 @@ def test_manifest_of_a_later_format_is_refused_not_passed_over(tmp_path: Path) -
         choose_resume(tmp_path)
 
 
+def test_a_manifest_of_a_later_format_hides_no_other_checkpoint(tmp_path: Path) -> None:
+    history(tmp_path, (1, (10, 20)))
+    path = tmp_path / "step-20.e1" / "manifest.json"
+    path.write_bytes(seal(unseal(path.read_bytes()) | {"version": 3}))
+    assert [(one.step, "checkpoint format 3" in one.problem) for one in list_checkpoints(tmp_path)] == [
+        (20, True),
+        (10, False),
+    ]
+    (problem,) = verify(tmp_path)
+    assert (problem.checkpoint, "checkpoint format 3" in problem.found) == ("step-20.e1", True)
+
+
 def test_manifest_is_plain_json(tmp_path: Path) -> None:
     history(tmp_path, (1, (10,)))
     fields = json.loads((tmp_path / "step-10.e1" / "manifest.json").read_text())
@@ -356,7 +368,7 @@ def test_a_tensor_in_a_file_that_the_manifest_does_not_list_is_a_problem(tmp_pat
     history(tmp_path, (1, (10,)))
     checkpoint = open_checkpoint(tmp_path / "step-10.e1")
     manifest = replace(
-        checkpoint.manifest, tensors={"master.a": TensorEntry(("tensors-00000.safetensors", file), (1,))}
+        checkpoint.manifest, tensors={"master.a": TensorEntry(("tensors-00000.safetensors", file), (1,), (0, 1))}
     )
     (checkpoint.path / "manifest.json").write_bytes(manifest.to_bytes())
     assert [problem.found for problem in verify(checkpoint.path)] == [repr(file)]

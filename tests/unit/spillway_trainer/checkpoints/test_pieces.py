@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from spillway_trainer.checkpoints import directory
 from spillway_trainer.checkpoints.directory import CheckpointNotWritten, Epoch, choose_resume, verify
 from spillway_trainer.checkpoints.durable_files import DurableFiles, FileEntry
 from spillway_trainer.checkpoints.manifest import PIECES_VERSION, StoredCheckpoint
-from spillway_trainer.checkpoints.sealed_json import unseal
+from spillway_trainer.checkpoints.sealed_json import seal, unseal
 from spillway_trainer.checkpoints.tensors import read, read_ranges, save, save_in_pieces
 from spillway_trainer.ranks import World
 
@@ -138,6 +139,16 @@ def test_what_was_read_back_needs_no_further_reading(tmp_path: Path, monkeypatch
     assert epoch.prune(keep=1) == []
 
 
+@pytest.mark.parametrize("change", [{"sizes": [2, 1]}, {"sizes": [2]}, {"sizes": [3, -1]}, {"files": [], "sizes": []}])
+def test_pieces_that_do_not_make_up_their_tensor_are_a_damaged_manifest(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = saved(Epoch.start(tmp_path, 1))[0].path / "manifest.json"
+    manifest = unseal(path.read_bytes())
+    manifest["tensors"]["master.b"] |= change
+    path.write_bytes(seal(manifest))
+    (problem,) = verify(path.parent)
+    assert (problem.file, problem.expected) == ("manifest.json", "an intact manifest")
+
+
 def test_a_damaged_piece_is_a_problem_of_its_file(tmp_path: Path) -> None:
     committed = saved(Epoch.start(tmp_path, 1))[0]
     flip_bit(committed.path / "rank-2-00000.safetensors", 1500)
@@ -160,6 +171,18 @@ def test_a_rank_with_a_full_disk_makes_all_miss_it(tmp_path: Path, monkeypatch: 
     assert [type(one) for one in found] == [CheckpointNotWritten] * WORLD
     assert f"step-10.e1: this checkpoint was not written: No space left on device ({tmp_path}" in str(found[0])
     assert names(tmp_path) == ["epoch-1.json"]
+
+
+def test_a_directory_that_is_removed_is_not_called_a_full_disk(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    epoch = Epoch.start(directory, 1)
+    shutil.rmtree(directory)
+    found = saved(epoch)
+    assert [type(one) for one in found] == [CheckpointNotWritten] * WORLD
+    assert str(found[0]).endswith(
+        f"not written: No such file or directory ({directory}/step-10.e1.tmp). The directory with the checkpoints was "
+        "removed or unmounted: restore it"
+    )
 
 
 def test_all_are_fenced_when_a_later_attempt_removes_their_directory(tmp_path: Path) -> None:
