@@ -28,7 +28,7 @@ from spillway_trainer.ending import PeerLost, ending_of
 from spillway_trainer.parallel import distributed
 from spillway_trainer.parallel.distributed import (
     ExchangedSum,
-    RankZeroResult,
+    Outcome,
     Timeouts,
     buckets,
     decided,
@@ -146,7 +146,7 @@ def refused(error: SpillwayError) -> SpillwayError:
         raise error
 
     with pytest.raises(SpillwayError) as raised:
-        RankZeroResult.from_json(decided(work).to_json()).result()
+        Outcome.from_json(decided(work).to_json()).result()
     return raised.value
 
 
@@ -167,7 +167,7 @@ def test_the_error_of_rank_0_is_raised_by_the_others_as_it_is(error: SpillwayErr
 
 
 def test_what_rank_0_says_may_be_any_text() -> None:
-    assert RankZeroResult.from_json(decided(lambda: '{"ü": "\n"}').to_json()).result() == '{"ü": "\n"}'
+    assert Outcome.from_json(decided(lambda: '{"ü": "\n"}').to_json()).result() == '{"ü": "\n"}'
 
 
 def test_a_tensor_is_announced_by_name_and_shape() -> None:
