@@ -153,7 +153,7 @@ def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPat
 
     spec = SimpleNamespace(checkpoint=SimpleNamespace(keep=2, keep_best=False))
     nothing = SimpleNamespace(states=dict, divided=None, prune=refuse, spec=spec)
-    committed = SimpleNamespace(manifest=SimpleNamespace(nbytes=7))
+    committed = SimpleNamespace(manifest=SimpleNamespace(nbytes=7, state=RunProgress(step=3)))
     monkeypatch.setattr(run_job.checkpoint, "save", lambda *_, stay: committed)
     monkeypatch.setattr(run_job.RunCheckpoints, "_state", lambda _, progress: progress)
     checkpoints: Any = run_job.RunCheckpoints(*[nothing] * 6, ONE_RANK, nothing)
