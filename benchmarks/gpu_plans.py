@@ -1,5 +1,5 @@
-"""Plans for GPUs compared with what torch's CUDA allocator took: 62 shapes of 1 B to 13 B parameters on one GPU, and 24
-of 1 B to 70 B on 2 to 64 (20 with strategy Fsdp, 4 with Ddp), three steps each.
+"""Plans for GPUs compared with what torch's CUDA allocator took: 62 shapes of 1 B to 13 B parameters on one GPU, and 28
+of 1 B to 70 B on 2 to 64 (20 with strategy Fsdp, 4 with Ddp, 4 with Zero1 or Zero2), three steps each.
 
 Needs no GPU: torch's CUDA build runs on the tests' fake device (tests/fakes/cuda), at full size, and computes nothing.
 Allocator, streams, events, the operators' own CUDA code and the trainer are real; kernels and large copies do nothing,

@@ -42,5 +42,5 @@ def need_for(spec: TrainingJobSpec, num_ranks: int) -> None:
     for one in solo_specs(spec):
         if one.model.entrypoint is None and not one.model.is_own_llama:
             need("hf")
-        if num_ranks > 1 and one.parallelism.strategy in ZERO_STRATEGIES:
+        if num_ranks > 1 and one.parallelism.device != "Cuda" and one.parallelism.strategy in ZERO_STRATEGIES:
             need("deepspeed")

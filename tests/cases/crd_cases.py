@@ -508,7 +508,6 @@ TOGETHER: list[tuple[Changes, Changes]] = [
     ),
     ({**OURS, "spec.parallelism.strategy": "Zero3"}, {"spec.memory.advanced.optimizer.overlap": "Forward"}),
     ({**OURS, "spec.parallelism.strategy": "Zero2"}, LORA),
-    ({**OURS, "spec.parallelism.device": "Cuda", "spec.parallelism.nodes": 2}, {"spec.parallelism.strategy": "Zero3"}),
     ({"spec.parallelism.nodes": 2, "spec.scheduling.gang": "Auto"}, {"spec.scheduling.gang": "Required"}),
     (
         {"spec.scheduling.queueName": "team", "spec.scheduling.workloadPriorityClassName": "high"},

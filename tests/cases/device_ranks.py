@@ -16,6 +16,7 @@ from cases import device_attempts
 from harness import local_runs, rank_runs
 from spillway.plan import NCCL_BYTES, Tier
 from spillway_trainer import assemble
+from spillway_trainer.optimizer_offload.offload import OptimizerOffload
 from spillway_trainer.parallel import distributed, fsdp, reduced_gradients, segment_gradients
 from spillway_trainer.parallel.backward_exchange import BackwardExchange
 from spillway_trainer.parallel.distributed import Peers
@@ -67,7 +68,7 @@ def attempt_with(rank: int, *given: Any) -> Attempted:
 
 
 def die_at_gradient(number: int) -> None:
-    """Of Fsdp or Ddp."""
+    """Of Fsdp, Zero2 or Ddp."""
     numbers = itertools.count(1)
 
     def dying(take: Callable[..., None]) -> Any:
@@ -88,6 +89,11 @@ def die_at_gradient(number: int) -> None:
 def gather_early() -> None:
     """Parameters are gathered while they are being updated."""
     fsdp.ShardedOptimizer.wait = lambda *_: None  # type: ignore[method-assign]
+
+
+def complete_early() -> None:
+    """Parameters are gathered, after the update, while lanes still write this rank's part."""
+    OptimizerOffload.flush = lambda _: None  # type: ignore[method-assign]
 
 
 def add_early() -> None:
@@ -145,6 +151,14 @@ def update_early() -> None:
 
 DEFECTS: dict[str, Callable[[], None]] = {
     one.__name__.replace("_", " "): one
-    for one in (gather_early, add_early, refill_early, gather_on_streams_of_torch, exchange_early, update_early)
+    for one in (
+        gather_early,
+        complete_early,
+        add_early,
+        refill_early,
+        gather_on_streams_of_torch,
+        exchange_early,
+        update_early,
+    )
 }
 """defects that the judge of races finds"""

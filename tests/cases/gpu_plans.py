@@ -97,7 +97,7 @@ class Shape:
         parts = [self.model, self.technique, f"{self.batch}x{self.length}"]
         parts += [f"{self.num_micro_batches} micro-batches"] * (self.num_micro_batches > 1)
         parts += [self.compute] * (self.compute != "bfloat16") + ["free"] * (not self.clips) + ["lora"] * self.lora
-        parts += [f"{self.ranks} ranks"] * (self.ranks > 1) + ["Ddp"] * (self.strategy == "Ddp")
+        parts += [f"{self.ranks} ranks"] * (self.ranks > 1) + [self.strategy] * (self.strategy != "Fsdp")
         parts += [f"{self.device_gib:g} GiB"] * bool(self.device_gib)
         return ", ".join(parts)
 
@@ -210,6 +210,10 @@ SHARDED = [
     Shape("llama-1b", "auto", 24, ranks=2, batch=2, strategy="Ddp"),
     Shape("llama-3b", "states on host", ranks=8, strategy="Ddp"),
     Shape("llama-7b", "interleaved", ranks=2, num_micro_batches=2, strategy="Ddp"),
+    Shape("llama-1b", "disabled", ranks=4, compute="float32", strategy="Zero1"),
+    Shape("llama-1b", "auto", 16, ranks=2, batch=2, strategy="Zero2"),
+    Shape("llama-3b", "states on host", ranks=8, strategy="Zero2"),
+    Shape("llama-7b", "interleaved", ranks=2, num_micro_batches=2, strategy="Zero2"),
 ]
 """on several devices"""
 

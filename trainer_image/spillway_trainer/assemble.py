@@ -33,7 +33,7 @@ from .models.build import build_model
 from .models.chain import Chain, allocate, whole_shape
 from .optimizer.plain import Hyperparameters, ResidentOptimizer, StepOptimizer
 from .optimizer_offload import OptimizerOffload
-from .parallel import fsdp
+from .parallel import fsdp, whole_parameters
 from .parallel import run as zero
 from .parallel.backward_exchange import BackwardExchange
 from .ranks import NO_EXCHANGE, ONE_RANK, Exchange, Ranks
@@ -305,6 +305,10 @@ def assemble_divided(
     wire = config.gradient_wire(job.spec)
     if plan.strategy == "Fsdp":
         divided = fsdp.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire, tiers.device)
+    elif tiers.device.type == "cuda":
+        divided = whole_parameters.divide(
+            plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire, tiers.device
+        )
     else:
         divided = zero.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire)
     tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)

@@ -14,7 +14,6 @@ from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.parameter_groups import Group, groups_by_name
 from spillway.plan import MemoryPlan, Policy, Tier
-from spillway.planning.workload import ZERO_STRATEGIES
 
 from .models.build import DTYPES
 from .models.chain import Chain
@@ -103,11 +102,6 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
             f"the plan of {plan.job} has {'; '.join(found)}, but the job has {num_segments} segments (groups of "
             f"layers), a global batch of {spec.training.global_batch_size} sequences and {job.world_size} ranks; plan "
             "the job again (spillway plan)"
-        )
-    if plan.device == "Cuda" and plan.strategy in ZERO_STRATEGIES:
-        raise UserError(
-            f"the plan of {plan.job} shards the model with {plan.strategy} on Cuda devices, but that works only on "
-            "CPUs so far; set spec.parallelism.strategy: Fsdp and plan the job again (spillway plan)"
         )
 
 

@@ -33,9 +33,9 @@ class Parallelism(Fields):
         default="Auto",
         description=(
             "What is sharded among ranks (training processes). Ddp: nothing. Zero1, Zero2: optimizer states and "
-            "gradients, by DeepSpeed. Zero3: also the parameters, by DeepSpeed. Fsdp: the same as Zero3, by "
-            "torch's FSDP2. Zero1 to Zero3 run on CPUs only. Auto: Ddp where it fits, else Fsdp; all attempts of "
-            "a job use the same."
+            "gradients. Zero3, Fsdp: also the parameters. Fsdp is torch's FSDP2. On CPUs, Zero1 to Zero3 are "
+            "DeepSpeed's; on Cuda devices, Zero3 is the same as Fsdp. Auto: Ddp where it fits, else Fsdp; all "
+            "attempts of a job use the same."
         ),
     )
 

@@ -41,15 +41,12 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
     instead."""
     strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.advanced.optimizer
     divides = strategy.startswith("Zero")
-    on_devices = job.spec.parallelism.device == "Cuda" and job.spec.num_ranks > 1
     found = [
         (divides and optimizer.overlap == "Forward", "spec.memory.advanced.optimizer.overlap",
          f"does not work with parallelism.strategy: {strategy}; use None or Auto, or strategy Fsdp"),
         (divides and model.lora, "spec.model.lora",
          f"does not work with parallelism.strategy: {strategy}, which needs all parameters to be trained; use Ddp or "
          f"Fsdp"),
-        (on_devices and divides, "spec.parallelism.strategy",
-         "runs on CPUs only so far; on Cuda devices use Ddp, or Fsdp, which shards the same as Zero3"),
     ]  # fmt: skip
     return _refused(found, job) + [
         FieldProblem(f"spec.{field}.fetch", place.fetch.uri, FETCHED_ON_CLAIM)

@@ -8,7 +8,6 @@ from spillway.api.job_spec import JobSpec
 from spillway.api.script import ScriptJob
 from spillway.api.training_job import TrainingJob
 from spillway.plan import DeviceKind, MemoryPlan
-from spillway.planning.workload import ZERO_STRATEGIES
 
 Job = TypeVar("Job", TrainingJob, ScriptJob, TrainingJob | ScriptJob)
 
@@ -19,13 +18,11 @@ def devices(
     """Returns the kinds of device that the job may run on, best first, each with the reason if the job leaves the kind
     open. `lacking`: why there are no GPUs; `has`: which GPUs there are; `before`: what earlier attempts ran on, which
     is kept because another kind rounds differently."""
-    asked, strategy = spec.parallelism.device, spec.parallelism.strategy
+    asked = spec.parallelism.device
     if asked != "Auto":
         return [(asked, "")]
     if before is not None:
         return [(before, "as in earlier attempts")]
-    if num_ranks > 1 and strategy in ZERO_STRATEGIES:
-        lacking = f"{strategy} runs on CPUs only so far"
     return [("Cpu", lacking)] if lacking else [("Cuda", has), ("Cpu", "")]
 
 

@@ -196,7 +196,7 @@ def device_kind(spec: JobSpec) -> DeviceKind:
 def _needs(spec: TrainingJobSpec, shape: ModelShape | None) -> Needs:
     """Returns what one pod needs in addition to its plan; for a sweep, what all members need."""
     device = device_kind(spec)
-    strategy = run_strategies(spec, spec.num_ranks)[0]
+    strategy = run_strategies(spec, spec.num_ranks, device)[0]
     runtime = pod_runtime_bytes(spec, spec.parallelism.devices_per_node, device, strategy)
     storage = emptydir_bytes(spec, device, shape=shape)
     return Needs(device, least_memory_bytes(spec, runtime, device), storage, runtime)

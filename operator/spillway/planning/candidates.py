@@ -27,7 +27,7 @@ from math import ceil, floor, inf, isqrt
 from typing import Literal
 
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
-from spillway.plan import OptimizerPlan, Order, Overlap, Policy, Prediction, Strategy, Tier, TierBytes
+from spillway.plan import DeviceKind, OptimizerPlan, Order, Overlap, Policy, Prediction, Strategy, Tier, TierBytes
 from spillway.planning.bounds import Bounds
 from spillway.planning.footprint import (
     DevicePeak,
@@ -612,12 +612,14 @@ def _levels(question: Question, work: Workload) -> list[int]:
     return sorted(levels)
 
 
-def run_strategies(spec: TrainingJobSpec, world_size: int) -> tuple[Strategy, ...]:
-    """The strategies with which a job may run; the first that fits is taken."""
+def run_strategies(spec: TrainingJobSpec, world_size: int, device: DeviceKind) -> tuple[Strategy, ...]:
+    """The strategies with which a job may run on `device`; the first that fits is taken."""
     asked = spec.parallelism.strategy
     divides = spec.model.precision.compute != "float16" and spec.training.optimizer.moments != "int8"
     if world_size == 1 or spec.members or not divides:
         return ("Ddp",)  # strategies that shard a model have no loss scale, and cut int8 blocks
+    if asked == "Zero3" and device == "Cuda":
+        return ("Fsdp",)  # the same shards; DeepSpeed runs on CPUs only
     return AUTO_STRATEGIES if asked == "Auto" else (asked,)
 
 

@@ -72,11 +72,10 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
 def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
     """Differences between the plan and the spec, and between the plan and a run."""
     strategy, asked = chosen.work.strategy, question.job.spec.parallelism.strategy
-    if question.world_size == 1:
-        if asked not in ("Auto", strategy):
-            yield f"strategy {strategy}: one rank has nothing to shard (the spec asks for {asked})"
-    elif strategy in ZERO_STRATEGIES and question.node.device_kind == "Cuda":
-        yield f"not runnable yet: {strategy} does not run on Cuda devices; use Fsdp"
+    if question.world_size == 1 and asked not in ("Auto", strategy):
+        yield f"strategy {strategy}: one rank has nothing to shard (the spec asks for {asked})"
+    elif _replaces_zero3(question):
+        yield f"strategy {strategy}: on Cuda devices it shards what Zero3 shards (the spec asks for Zero3)"
     if question.job.spec.model.precision.compute == "float16" and question.node.device_kind == "Cpu":
         yield "predicted seconds: computed with the rates of bfloat16, but a CPU computes float16 more slowly"
     if question.overlap in ("Forward", "Backward") and not chosen.optimizer.offloads:
@@ -86,8 +85,12 @@ def _not_as_asked(question: Question, chosen: Candidate) -> Iterator[str]:
         )
 
 
+def _replaces_zero3(question: Question) -> bool:
+    return question.strategy == "Fsdp" and question.job.spec.parallelism.strategy == "Zero3"
+
+
 def _strategy_reasons(search: Search, chosen: Timed) -> Iterator[str]:
-    if search.question.world_size > 1:
+    if search.question.world_size > 1 and not _replaces_zero3(search.question):
         yield _strategy_reason(search.question)
     yield from _not_as_asked(search.question, chosen.candidate)
 
@@ -316,7 +319,7 @@ def alternatives(search: Search, chosen: Timed | None) -> Iterator[Alternative]:
         order = chosen.candidate.streaming.order
         names = {"InOrder": "weight-stationary", "WeightStationary": "one micro-batch after the other"}
         yield from _lost(search.not_in(order), f"streamed {names[order]}", chosen)
-    for strategy in run_strategies(question.job.spec, question.world_size):
+    for strategy in run_strategies(question.job.spec, question.world_size, question.node.device_kind):
         if strategy != question.strategy:
             yield from _lost(Search(replace(question, strategy=strategy)), f"strategy {strategy}", chosen)
 

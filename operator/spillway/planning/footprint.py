@@ -91,9 +91,10 @@ def forced_share(work: Workload, streaming: Streaming) -> float:
 def parameter_bytes(work: Workload, streaming: Streaming = RESIDENT) -> int:
     """Bytes of resident parameters and position tables on the device."""
     shape = work.shape
-    whole = (
-        work.rank_parameter_bytes if work.is_cut_by_rows else ceil(shape.parameter_bytes / work.shards("parameters"))
-    )
+    if work.is_cut_by_rows:
+        whole = work.world_size // work.shards("parameters") * work.rank_parameter_bytes
+    else:
+        whole = ceil(shape.parameter_bytes / work.shards("parameters"))
     return whole - work.units.own[streaming.units] + shape.table_bytes(work.sequence_length)
 
 

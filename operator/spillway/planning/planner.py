@@ -91,9 +91,9 @@ def plan_run(
     On CPU nodes without a device budget the memory is split 75/25 between device and host; if that does not fit, 25/75.
     Raises UserError as make_plan does.
     """
-    strategies = _strategies(job.spec, overrides)
+    strategies = _strategies(job.spec, node, overrides)
     # What callers have subtracted already.
-    first = run_strategies(job.spec, overrides.world_size or job.spec.num_ranks)[0]
+    first = run_strategies(job.spec, overrides.world_size or job.spec.num_ranks, node.device_kind)[0]
     runtimes = {
         one: pod_runtime_bytes(job.spec, num_local_ranks, node.device_kind, one) for one in {first, *strategies}
     }
@@ -121,8 +121,8 @@ def plan_run(
     return _first_that_fits(strategies, plan, explained=explained)
 
 
-def _strategies(spec: TrainingJobSpec, overrides: Overrides) -> Sequence[Strategy]:
-    found = run_strategies(spec, overrides.world_size or spec.num_ranks)
+def _strategies(spec: TrainingJobSpec, node: NodeSpec, overrides: Overrides) -> Sequence[Strategy]:
+    found = run_strategies(spec, overrides.world_size or spec.num_ranks, node.device_kind)
     for one in (overrides.strategy, overrides.kept):
         if one in found:
             return (one,)
@@ -159,7 +159,7 @@ def make_plan(
 
     Raises UserError when the job asks for devices that the node does not have, or for parts that exclude one another.
     """
-    strategies = _strategies(job.spec, overrides)
+    strategies = _strategies(job.spec, node, overrides)
     if overrides.strategy not in strategies:
 
         def plan(strategy: Strategy, *, explained: bool) -> MemoryPlan | Infeasible:
@@ -244,7 +244,7 @@ def _plan_of_one(
 
 
 def _advised(question: Question) -> Timed | None:
-    for strategy in run_strategies(question.job.spec, question.world_size):
+    for strategy in run_strategies(question.job.spec, question.world_size, question.node.device_kind):
         if choices := Search(replace(question, strategy=strategy)).choices():
             return best(choices)
     return None
@@ -290,7 +290,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
             f"spec.memory.advanced.optimizer.overlap = Backward: {world_size} ranks must sum their gradients before "
             "any update, so updates cannot overlap backward; use Auto or Forward"
         )
-    strategy = overrides.strategy or run_strategies(spec, world_size)[0]
+    strategy = overrides.strategy or run_strategies(spec, world_size, node.device_kind)[0]
     all_devices = node.num_devices if node.device_kind == "Cuda" else local_ranks
 
     def of_node(override: int | None, budget: int | None, capacity: int) -> int:
@@ -308,7 +308,7 @@ def ask(job: TrainingJob, node: NodeSpec, overrides: Overrides = NO_OVERRIDES) -
         )
     shape = overrides.shape or shape_of(spec, node.device_kind)
     parameters = {segment.name: segment.parameters for segment in shape.segments}
-    if problem := sharding_problem(strategy, world_size, parameters):
+    if problem := sharding_problem(strategy, node.device_kind, world_size, parameters):
         raise UserError(f"spec.parallelism.strategy = {strategy}: {problem}")
     return Question(
         job=job,

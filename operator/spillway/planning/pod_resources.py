@@ -190,7 +190,7 @@ def runtime_bytes(model: Model, num_local_ranks: int, device: str, strategy: str
     code, rank = CODE_BYTES, CUDA_RANK_BYTES if device == "Cuda" else RANK_BYTES
     if not model.is_own_llama:
         code, rank = code + FAMILY_CODE_BYTES, rank + FAMILY_RANK_BYTES
-    if strategy in ZERO_STRATEGIES:
+    if strategy in ZERO_STRATEGIES and device == "Cpu":
         code, rank = code + DEEPSPEED_CODE_BYTES, rank + DEEPSPEED_RANK_BYTES
     if strategy == "Fsdp":
         code, rank = code + FSDP_CODE_BYTES, rank + FSDP_RANK_BYTES

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import ceil
 
-from spillway.plan import Order, Policy, Strategy
+from spillway.plan import DeviceKind, Order, Policy, Strategy
 from spillway.planning.model_shape import FLOAT32_BYTES, ModelShape, ParameterShape, Segment
 from spillway.update_rules import MomentType, UpdateRule
 
@@ -23,7 +23,7 @@ SHARDS: dict[Strategy, tuple[str, ...]] = {
 """What each strategy shards among ranks. Gradients count as sharded with Zero1, too, because their owners add the
 sums."""
 ZERO_STRATEGIES: frozenset[Strategy] = frozenset({"Zero1", "Zero2", "Zero3"})
-"""Strategies in which DeepSpeed shards the model."""
+"""Strategies in which DeepSpeed shards the model on CPUs. On CUDA devices Spillway does, by rows."""
 DIVIDING_STRATEGIES: frozenset[Strategy] = frozenset({"Fsdp", *ZERO_STRATEGIES})
 """Strategies whose optimizer gets float32 sums over ranks after each micro-batch."""
 STREAMING_STRATEGIES: frozenset[Strategy] = frozenset({"Ddp"})
@@ -67,12 +67,19 @@ thread that launches products; torch before 2.15 keeps them), and pages of 20 Mi
 large blocks, that are partly filled. Measured with kernels that do nothing, 60 plans (benchmarks/gpu_plans.py)."""
 
 
-def sharding_problem(strategy: Strategy, world_size: int, parameters: Mapping[str, Sequence[ParameterShape]]) -> str:
+def sharding_problem(
+    strategy: Strategy, device: DeviceKind, world_size: int, parameters: Mapping[str, Sequence[ParameterShape]]
+) -> str:
     """Why `strategy` cannot shard the parameters of these segments, with what to do instead; "": it can."""
     every = [one for segment in parameters.values() for one in segment]
-    if strategy in ZERO_STRATEGIES:
-        return next(_not_for_zero(every), "")
-    return next(_not_for_fsdp(parameters, every, world_size), "") if strategy == "Fsdp" else ""
+    if is_cut_by_rows(strategy, device):
+        return next(_not_by_rows(parameters, every, world_size), "")
+    return next(_not_for_zero(every), "") if strategy in ZERO_STRATEGIES else ""
+
+
+def is_cut_by_rows(strategy: Strategy, device: DeviceKind) -> bool:
+    """Whether `strategy` shards every parameter, or its states, by the parameter's own rows."""
+    return strategy == "Fsdp" or (strategy in ZERO_STRATEGIES and device == "Cuda")
 
 
 def _not_for_zero(every: Sequence[ParameterShape]) -> Iterator[str]:
@@ -85,7 +92,7 @@ def _not_for_zero(every: Sequence[ParameterShape]) -> Iterator[str]:
         yield "the model has parameters of several types, but DeepSpeed shards only one; use Ddp or Fsdp"
 
 
-def _not_for_fsdp(
+def _not_by_rows(
     parameters: Mapping[str, Sequence[ParameterShape]], every: Sequence[ParameterShape], world_size: int
 ) -> Iterator[str]:
     for name, segment in parameters.items():
@@ -96,15 +103,15 @@ def _not_for_fsdp(
             )
         if len({one.value_bytes for one in segment if one.is_trained}) > 1:
             yield (
-                f"segment {name} (group of layers) trains parameters of several types, but FSDP2 shards only one per "
-                "segment; use Ddp, or one type"
+                f"segment {name} (group of layers) trains parameters of several types, but only one type per segment "
+                "can be sharded; use Ddp, or one type"
             )
     rows = [one.num_rows for one in every if one.is_trained and one.row_values]
     with_rows = max((ceil(count / ceil(count / world_size)) for count in rows), default=0)
     if with_rows < world_size:
         yield (
-            f"{world_size - with_rows} of {world_size} ranks would have no row of any trained parameter, because FSDP2 "
-            "shards parameters by rows; use fewer ranks, or Ddp"
+            f"{world_size - with_rows} of {world_size} ranks would have no row of any trained parameter, and "
+            "parameters are sharded by rows; use fewer ranks, or Ddp"
         )
 
 
@@ -244,7 +251,7 @@ class Workload:
     def is_cut_by_rows(self) -> bool:
         """Whether every parameter is sharded by its own rows, so that the first rank has more if rows do not divide
         evenly."""
-        return self.strategy == "Fsdp" and self.world_size > 1
+        return is_cut_by_rows(self.strategy, "Cuda" if self.on_cuda else "Cpu") and self.world_size > 1
 
     @property
     def exchanges_on_device(self) -> bool:
@@ -253,7 +260,9 @@ class Workload:
 
     @property
     def _parameters(self) -> Iterator[ParameterShape]:
-        return (one for segment in self.shape.segments for one in segment.parameters)
+        """With Fsdp, a tied alias has memory and gradients of its own."""
+        every = (one for segment in self.shape.segments for one in segment.parameters)
+        return (one for one in every if self.strategy == "Fsdp" or not one.is_alias)
 
     def most_rows(self, one: ParameterShape) -> int:
         """Number of values of `one` in the rows of the first rank, which has the most."""
@@ -266,7 +275,7 @@ class Workload:
 
     @cached_property
     def rank_parameter_bytes(self) -> int:
-        """Bytes of this rank's parameters, if sharded by rows; a tied alias is gathered from memory of its own."""
+        """Bytes of this rank's parameters, if sharded by rows."""
         return sum(self.most_rows(one) * one.value_bytes for one in self._parameters)
 
     @cached_property

@@ -26,7 +26,7 @@ WITHOUT = {
         "can be trained",
     ),
     "trackers": (NOTE, "spec.tracking cannot show runs in TensorBoard, MLflow or Weights & Biases"),
-    "deepspeed": (NOTE, "strategies Zero1, Zero2 and Zero3 do not work"),
+    "deepspeed": (NOTE, "strategies Zero1, Zero2 and Zero3 do not work on CPUs"),
 }
 LEAST_DISK_BYTES, LEAST_MEMORY_BYTES = GIB, GIB
 SMALL_MEMLOCK_BYTES = 64 * MIB

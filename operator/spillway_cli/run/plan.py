@@ -120,7 +120,7 @@ def _decided_on(
     asked: Overrides,
     profile: NodeProfileSpec | None,
 ) -> MemoryPlan | Infeasible:
-    runtime = pod_runtime_bytes(job.spec, num_ranks, device, run_strategies(job.spec, num_ranks)[0])
+    runtime = pod_runtime_bytes(job.spec, num_ranks, device, run_strategies(job.spec, num_ranks, device)[0])
     memory_bytes = max(0, int(resources.memory_bytes / asked.corrections.pod) - runtime)
     if device == "Cuda":
         node = cuda_node(resources, memory_bytes, num_ranks)

@@ -25,6 +25,7 @@ IN_CI = {
     "llama-13b, states on host, 1x4096, 8 ranks",
     "llama-70b, auto, 1x4096, 8 ranks, 80 GiB",
     "llama-1b, auto, 2x2048, 2 ranks, Ddp, 24 GiB",
+    "llama-1b, auto, 2x2048, 2 ranks, Zero2, 16 GiB",
 }
 
 

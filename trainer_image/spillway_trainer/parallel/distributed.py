@@ -636,7 +636,7 @@ class Peers:
         """Fills `whole` with every rank's `part`, equal in size, in the order of the ranks. `part` may lie in
         `whole`."""
         with peers("the other ranks' parameters"):
-            dist.all_gather_into_tensor(whole, part)
+            dist.all_gather_into_tensor(whole, part, self.devices)
 
     def shard(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
         """Applies FSDP2: each of `modules` becomes one group, whose parameters are DTensors and whole while it runs.

@@ -35,7 +35,7 @@ from .distributed import Peers
 from .gathered_segments import GatheredSegments
 from .reduced_gradients import ReducedGradients
 from .run import DividedModel, guarded, refuse
-from .segment_gradients import SegmentGradients
+from .segment_gradients import SegmentGradients, largest
 from .shards import MakeOptimizer, ShardedOptimizer, as_piece
 
 
@@ -104,21 +104,6 @@ class FsdpShards:
         self.stale.update(alias for alias, owner in self.tied.items() if owner == name)
 
 
-class _Left(torch.autograd.Function):
-    """Returns the inputs unchanged. Its backward runs when the backward of everything computed from them is over."""
-
-    @staticmethod
-    def forward(ctx: Any, left: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.left = left
-        ctx.set_materialize_grads(False)
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.left()
-        return (None, *gradients)
-
-
 def tell_before(module: nn.Module, gathered: Callable[[], None]) -> None:
     """Has `gathered` called whenever the module is called, before FSDP2 gathers its parameters."""
 
@@ -126,22 +111,6 @@ def tell_before(module: nn.Module, gathered: Callable[[], None]) -> None:
         gathered()
 
     module.register_forward_pre_hook(watch, prepend=True)
-
-
-def tell_when_left(module: nn.Module, left: Callable[[], None]) -> None:
-    """Has `left` called whenever a backward has left `module`, before FSDP2 frees its parameters. It is never called
-    for a module whose inputs need no gradient."""
-
-    def watch(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        places = [place for place, one in enumerate(inputs) if isinstance(one, Tensor) and one.requires_grad]
-        if not (places and torch.is_grad_enabled()):
-            return inputs
-        watched = list(inputs)
-        for place, one in zip(places, _Left.apply(left, *(inputs[place] for place in places)), strict=True):
-            watched[place] = one
-        return tuple(watched)
-
-    module.register_forward_pre_hook(watch)
 
 
 def divide(
@@ -178,12 +147,11 @@ def divide(
     rows = FsdpShards(layout, own, model.tied, world.rank, world.size, shapes, gathered)
     parameters = {name: model.get_parameter(name) for name in layout}
     optimizer = ShardedOptimizer(make(pieces), rows, peers, parameters, settings, flushes=False)
-
-    largest = max(sum(named[name].numel() for name in names) for names in trained.values())
     reduced = ReducedGradients(
-        cuts, peers, wire, ledger, optimizer.take, plan.optimizer.num_threads, device, largest=largest
+        cuts, peers, wire, ledger, optimizer.take, plan.optimizer.num_threads, device, largest=largest(trained, named)
     )
     gradients = SegmentGradients(trained, named, peers, reduced, optimizer.mark, ledger, device)
+    gradients.watch(model)
 
     def updated(gathered: Sequence[str]) -> None:
         for segment in gathered:
@@ -193,8 +161,6 @@ def divide(
     sharded = [(name, module) for name, module in model.segments if segments[name]]
     for place, (_, module) in enumerate(sharded):
         tell_before(module, partial(updated, [name for name, _ in sharded[place : place + peers.num_gathered]]))
-    for name, module in model.segments:
-        tell_when_left(module, partial(gradients.end, name))
     order = guarded(partial(in_order, exchange=gradients.finish))
     return DividedModel(called, optimizer, gathered, order, gathered.ready)
 

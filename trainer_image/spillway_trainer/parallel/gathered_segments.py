@@ -8,7 +8,7 @@ the memory that the parameter has then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -17,9 +17,7 @@ from torch.nn import Parameter
 
 from ..models.chain import Chain
 from ..resident_parameters import ParameterRef, ResidentParameters, check_version
-
-TakeGradient = Callable[[str, Tensor], None]
-"""Receives the name of a parameter and its complete gradient as soon as autograd has it."""
+from .segment_gradients import TakeGradient, pass_on_gradient
 
 
 class GatheredSegments:
@@ -47,15 +45,7 @@ class GatheredSegments:
             self._whole[name] = whole
             self._by_storage[whole.untyped_storage()._cdata] = name
             if whole.requires_grad:
-                whole.register_post_accumulate_grad_hook(self._sent(name))  # type: ignore[no-untyped-call]
-
-    def _sent(self, name: str) -> Callable[[Tensor], None]:
-        def send(whole: Tensor) -> None:
-            gradient, whole.grad = whole.grad, None  # otherwise FSDP2 would reduce it in its own way
-            assert gradient is not None
-            self._take(name, gradient)
-
-        return send
+                pass_on_gradient(whole, name, self._take)  # otherwise FSDP2 would reduce it in its own way
 
     def changed(self) -> None:
         """Records that all parameters have new values, so that the backward of an earlier graph raises an error."""

@@ -76,7 +76,7 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
         segment: [parameter_shape(named[name], name in model.tied) for name in names]
         for segment, names in model.parameters_of().items()
     }
-    if problem := sharding_problem(plan.strategy, world.size, parameters):
+    if problem := sharding_problem(plan.strategy, plan.device, world.size, parameters):
         raise UserError(f"{where}: {problem}")
 
 

@@ -9,14 +9,20 @@ those whose inputs need no gradient when the whole backward is over.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
-from ..models.chain import CPU
+from ..models.chain import CPU, Chain
 from ..tiers.device_ledger import DeviceLedger
 from .distributed import Peers
 from .reduced_gradients import ReducedGradients
+
+TakeGradient = Callable[[str, Tensor], None]
+"""Receives the name of a parameter and its complete gradient as soon as autograd has it."""
 
 
 class SegmentGradients:
@@ -40,6 +46,11 @@ class SegmentGradients:
         self._to_come = [*segments]
         """Segments that this micro-batch's backward has not left yet."""
         self._held: dict[str, Tensor] = {}
+
+    def watch(self, model: Chain) -> None:
+        """Has `end` called when backward leaves a segment of `model`."""
+        for name, module in model.segments:
+            tell_when_left(module, partial(self.end, name))
 
     def take(self, name: str, gradient: Tensor) -> None:
         """Takes one more part of a parameter's gradient, nearly always all of it; several parts are added in
@@ -80,6 +91,53 @@ class SegmentGradients:
             return torch.zeros(like.shape, dtype=like.dtype, device=self._device)
         self._ledger.release("gradients", _nbytes(gradient))
         return gradient
+
+
+def largest(segments: Mapping[str, Sequence[str]], likes: Mapping[str, Tensor]) -> int:
+    """Returns the most values that the trained parameters of one segment have."""
+    return max(sum(likes[name].numel() for name in names) for names in segments.values())
+
+
+def pass_on_gradient(parameter: Parameter, name: str, take: TakeGradient) -> None:
+    """Has `take` called with every gradient of `parameter`, which does not keep it."""
+
+    def taken(parameter: Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        take(name, gradient)
+
+    parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
+
+
+class _Left(torch.autograd.Function):
+    """Returns the inputs unchanged. Its backward runs when the backward of everything computed from them is over."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.left = left
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.left()
+        return (None, *gradients)
+
+
+def tell_when_left(module: nn.Module, left: Callable[[], None]) -> None:
+    """Has `left` called whenever a backward has left `module`, before FSDP2 frees its parameters. It is never called
+    for a module whose inputs need no gradient."""
+
+    def watch(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        places = [place for place, one in enumerate(inputs) if isinstance(one, Tensor) and one.requires_grad]
+        if not (places and torch.is_grad_enabled()):
+            return inputs
+        watched = list(inputs)
+        for place, one in zip(places, _Left.apply(left, *(inputs[place] for place in places)), strict=True):
+            watched[place] = one
+        return tuple(watched)
+
+    module.register_forward_pre_hook(watch)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -234,9 +234,6 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
     (f"!({_OTHERS}) && {_STRATEGY}.startsWith('Zero') && has(self.model.lora)", ".model.lora",
      "does not work with parallelism.strategy Zero1, Zero2 or Zero3, which need all parameters to be trained; use Ddp "
      "or Fsdp"),
-    (f"!({_OTHERS}) && self.parallelism.device == 'Cuda' && {_WORLD} > 1 && {_STRATEGY}.startsWith('Zero')",
-     ".parallelism.strategy",
-     "runs on CPUs only so far; on Cuda devices use Ddp, or Fsdp, which shards the same as Zero3"),
     (f"self.scheduling.gang == 'Required' && self.parallelism.nodes > 1 && {_NO_QUEUE}",
      ".scheduling.gang", "Required needs a queue; set scheduling.queueName (Kueue), or use Auto"),
     (f"has(self.scheduling.workloadPriorityClassName) && size(self.scheduling.workloadPriorityClassName) > 0 && "

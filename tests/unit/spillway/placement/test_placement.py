@@ -466,11 +466,8 @@ NO_GPU_FITS = {"spec.scheduling.nodeSelector": {"pool": "cpu"}}
          "nvidia.com/gpu, a pod needs 1"),
         (ClusterView(), {}, "Cpu", "device: Cpu, the operator has no permission to list nodes"),
         (replace(MIXED, device="Cpu"), {}, "Cpu", "device: Cpu, as in earlier attempts"),
-        (MIXED, {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Zero3"}}, "Cpu",
-         "device: Cpu, Zero3 runs on CPUs only so far"),
     ],
-    ids=["a node has one", "no node has one", "of another resource", "none for this job", "no view", "as before",
-         "divided"],
+    ids=["a node has one", "no node has one", "of another resource", "none for this job", "no view", "as before"],
 )  # fmt: skip
 def test_auto_takes_a_gpu_where_one_is_and_says_why(
     view: ClusterView, changes: dict[str, Any], device: str, why: str

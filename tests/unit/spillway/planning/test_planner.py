@@ -387,8 +387,10 @@ def test_only_measured_nodes_have_calibrated_predictions() -> None:
 
 
 def test_a_named_strategy_is_used() -> None:
-    decided = plan(LLAMA_70B | {"spec.parallelism": {"devicesPerNode": 8, "strategy": "Zero3"}}, resolve_node("h100"))
-    assert decided.strategy == "Zero3"
+    for strategy, runs in (("Fsdp", "Fsdp"), ("Zero3", "Fsdp"), ("Zero2", "Zero2")):
+        spec = {"spec.parallelism": {"devicesPerNode": 2, "strategy": strategy}}
+        assert plan(spec, resolve_node("8xh100")).strategy == runs
+        assert plan(spec, resolve_node("cpu")).strategy == strategy
 
 
 def test_float16_takes_as_many_bytes_as_bfloat16_and_is_never_sharded() -> None:
@@ -709,7 +711,7 @@ TWO_ON_DEVICES = {"spec.parallelism": {"devicesPerNode": 2, "strategy": "Zero3"}
 @pytest.mark.parametrize(
     ("changes", "node", "said"),
     [
-        (TWO_ON_DEVICES, "8xh100", "not runnable yet: Zero3 does not run on Cuda devices; use Fsdp"),
+        (TWO_ON_DEVICES, "8xh100", "strategy Fsdp: on Cuda devices it shards what Zero3 shards"),
         ({"spec.parallelism": {"strategy": "Zero3"}}, "cpu", "strategy Ddp: one rank has nothing to shard (the spec"),
     ],
 )
