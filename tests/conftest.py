@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,12 @@ files"""
 
 def pytest_report_header() -> str:
     return f"depth {DEPTH.name.lower()}: SPILLWAY_DEPTH=quick, ci or all; harness/depth.py says what that means"
+
+
+def pytest_sessionfinish() -> None:
+    """Waits for the end of the fork server (harness/local_runs.py), which otherwise ends some time after this process:
+    hack/supervised.py would report it."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
