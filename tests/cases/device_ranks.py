@@ -24,7 +24,7 @@ from spillway_trainer.tiers.cuda_lanes import CudaLanes, StreamOperation
 from spillway_trainer.tiers.lanes import DONE, Lane
 
 BUCKET = 4096
-"""number of gradients that ranks under Ddp exchange at once: the model has several times as many"""
+"""number of gradients that ranks exchange at once: a segment has several times as many"""
 Attempted = tuple[int, dict[str, int], list[str]]
 """Exit code, what the fake counted, races."""
 
@@ -48,7 +48,7 @@ def attempt(
     itself at gradient `dies_at`, if that is not 0."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-    distributed.DEVICE_EXCHANGE_PARAMETERS = BUCKET
+    distributed.DEVICE_EXCHANGE_PARAMETERS = reduced_gradients.DEVICE_EXCHANGE_PARAMETERS = BUCKET
     text = local_runs.write_text(root.parent / "text") if rank == 0 else root.parent / "text"
     job = rank_runs.job_file(root, text, root.parent / "corpus", epoch, world_size, changes or {})
     plan = rank_runs.plan_for(job, placement)
@@ -107,6 +107,18 @@ def add_early() -> None:
     Peers.scatter = scattered  # type: ignore[method-assign]
 
 
+def collect_early() -> None:
+    """Sums over ranks are used while they are being made."""
+    collect = reduced_gradients.GradientsBehind.collect
+
+    def collected(behind: reduced_gradients.GradientsBehind) -> None:
+        wait, behind._lanes.wait = behind._lanes.wait, lambda _: None  # type: ignore[method-assign]
+        collect(behind)
+        behind._lanes.wait = wait  # type: ignore[method-assign]
+
+    reduced_gradients.GradientsBehind.collect = collected  # type: ignore[method-assign]
+
+
 def refill_early() -> None:
     """A bucket is filled while it is being sent."""
     make = reduced_gradients.ReducedGradients.__init__
@@ -155,6 +167,7 @@ DEFECTS: dict[str, Callable[[], None]] = {
         gather_early,
         complete_early,
         add_early,
+        collect_early,
         refill_early,
         gather_on_streams_of_torch,
         exchange_early,

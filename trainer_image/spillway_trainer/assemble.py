@@ -215,6 +215,11 @@ class Assembly:
     def io_backend(self) -> str:
         return self.tiers.nvme.backend if self.tiers.nvme else "none"
 
+    @property
+    def has_frozen(self) -> bool:
+        """Whether the model has parameters that are not trained."""
+        return any(not parameter.requires_grad for parameter in self.model.parameters())
+
     def parameter_shapes(self) -> dict[str, torch.Size]:
         """Shapes of the parameters that have states of their own, that is, of all but frozen ones and tied aliases."""
         trained = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
@@ -304,13 +309,10 @@ def assemble_divided(
 
     wire = config.gradient_wire(job.spec)
     if plan.strategy == "Fsdp":
-        divided = fsdp.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire, tiers.device)
-    elif tiers.device.type == "cuda":
-        divided = whole_parameters.divide(
-            plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire, tiers.device
-        )
+        divide = fsdp.divide
     else:
-        divided = zero.divide(plan, model, ranks.world, settings, tiers.ledger, of_pieces, wire)
+        divide = whole_parameters.divide if tiers.device.type == "cuda" else zero.divide
+    divided = divide(plan, model, ranks.world, settings, tiers, of_pieces, wire)
     tiers.ledger.charge("workspace", plan.bytes[Tier.DEVICE].workspace)
     tiers.ledger.charge("allocator", plan.bytes[Tier.DEVICE].allocator)
     reserve(plan, tiers.device)

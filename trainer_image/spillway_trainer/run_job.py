@@ -519,8 +519,7 @@ class RunCheckpoints:
         return ""
 
     def _found_tensors(self, *, frozen_alone: bool = False) -> Iterator[tuple[str, Tensor]]:
-        has_frozen = any(not parameter.requires_grad for parameter in self.assembly.model.parameters())
-        if self.epoch is None or (frozen_alone and not has_frozen):
+        if self.epoch is None or (frozen_alone and not self.assembly.has_frozen):
             return iter(())
         initial = initial_states(self.assembly.model, self.job.spec.training.seed, trained_alone=self.base_is_there)
         shapes = self.assembly.parameter_shapes(), running_statistics.shapes(self.assembly.model)

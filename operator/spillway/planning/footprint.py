@@ -107,9 +107,12 @@ def gathered_parameter_bytes(work: Workload) -> int:
 
 def transient_gradient_bytes(work: Workload) -> int:
     """Bytes of gradients between backward and their accumulators: w x the largest parameter. Under ZeRO also one more
-    bucket, which is sent to its owners, and the float32 sum of one piece. Under FSDP2 instead a whole segment, and the
-    float32 sums of two pieces: the current one, and the previous one, which the optimizer still reads."""
+    bucket, which is sent to its owners, and the float32 sum of one piece. If sharded by rows, instead a whole segment,
+    and the float32 sums of two pieces: the current one, and the previous one, which the optimizer still reads. On CUDA
+    devices two segments: one is exchanged behind the backward of the other (Workload.exchanged_bytes)."""
     shape, w = work.shape, work.shape.trained_bytes
+    if work.is_cut_by_rows and work.on_cuda:
+        return work.exchanged_bytes
     if work.is_cut_by_rows:
         return w * work.largest_segment + 2 * FLOAT32_BYTES * work.largest_piece
     if work.strategy in ZERO_STRATEGIES and work.world_size > 1:

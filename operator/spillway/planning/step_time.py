@@ -276,7 +276,7 @@ def gather_seconds(work: Workload, rates: Rates) -> float:
 
 def scatter_seconds(work: Workload, rates: Rates) -> float:
     """Seconds of the reduce-scatter of one micro-batch's gradients, if ranks hold only shards of them; else 0."""
-    gradients = work.shape.trained_bytes * work.shape.num_trained
+    gradients = work.wire_bytes * work.shape.num_trained
     return _exchanged(work, gradients) / rates.network if work.shards("gradients") > 1 else 0.0
 
 
@@ -299,15 +299,30 @@ def exchange_loads(work: Workload, rates: Rates, in_host: float = 0.0) -> Loads:
 
 
 def exposed_exchange_seconds(
-    work: Workload, rates: Rates, backward_seconds: float = math.inf, in_host: float = 0.0
+    work: Workload,
+    rates: Rates,
+    backward_seconds: float = math.inf,
+    in_host: float = 0.0,
+    forward_seconds: float = math.inf,
 ) -> float:
-    """Seconds of the exchange that one pass of backward does not hide. Ddp sends a segment's gradients as soon as
-    backward has left the segment. But between CPU ranks of one node, the cores that compute send them, so nothing is
-    saved."""
+    """Seconds of the exchange that one pass of backward, or one of forward, does not hide. Ddp sends a segment's
+    gradients as soon as backward has left the segment. But between CPU ranks of one node, the cores that compute send
+    them, so nothing is saved. On CUDA devices, forward waits for each segment of parameters that were updated in
+    shards, and each micro-batch for the gradients of the segment that its backward leaves last."""
     whole = sum(exchange_loads(work, rates, in_host).values())
-    if work.shards("states") > 1 or (work.world_size == work.local_ranks and not work.on_cuda):
+    if work.shards("states") == 1:
+        is_hidden = work.world_size > work.local_ranks or work.on_cuda
+        return _left_over(work, whole, backward_seconds) if is_hidden else whole
+    if not work.on_cuda:
         return whole
-    left = (whole * sent - (backward_seconds * passed if passed else 0.0) for sent, passed in work.forward_order)
+    last = work.num_micro_batches * work.forward_order[0][0] * scatter_seconds(work, rates)
+    return _left_over(work, whole, forward_seconds) + last
+
+
+def _left_over(work: Workload, whole: float, passing: float) -> float:
+    """Seconds of an exchange that takes `whole` seconds, segment by segment, which a pass that takes `passing` seconds
+    does not hide."""
+    left = (whole * sent - (passing * passed if passed else 0.0) for sent, passed in work.forward_order)
     return max(0.0, *left)
 
 
@@ -505,7 +520,9 @@ def predict(
     hidden = hidden_seconds(work, rates, optimizer, blocks, streaming, overlapped=overlapped) if overlaps else 0.0
     exposed = update_seconds(work, rates, optimizer, streaming) - hidden
     waited = exposed - update_work(work, optimizer).seconds(rates) if overlaps else 0.0  # in the next forward
-    exchanging = exposed_exchange_seconds(work, rates, phase_seconds(backward, rates), in_host)
+    exchanging = exposed_exchange_seconds(
+        work, rates, phase_seconds(backward, rates), in_host, phase_seconds(forward, rates)
+    )
     step_seconds = passes + exposed + exchanging
     in_passes = _summed(((forward, num_passes), (backward, num_passes)))
     total = _summed(((in_passes, 1), (update, 1), (exchange, 1)))

@@ -288,6 +288,21 @@ class Workload:
         return self.world_size * max(sizes)
 
     @cached_property
+    def exchanged_bytes(self) -> int:
+        """The most bytes of gradients and of this rank's float32 sums of them, if a segment, sharded by rows, is
+        exchanged behind the backward of the one before it. Of the sums that it was given last, the optimizer still
+        reads at most the largest piece."""
+        segments = self.shape.segments
+        whole = [self.shape.trained_bytes * one.num_accumulated for one in segments] + [0, 0]
+        own = [sum(self.most_rows(one) for one in each.parameters if one.is_trained) for each in segments] + [0, 0]
+        sums = [FLOAT32_BYTES * values for values in own]
+        read = [min(each, FLOAT32_BYTES * self.largest_piece) for each in sums]
+        return max(
+            whole[n] + max(whole[n + 1] + sums[n + 1] + read[n + 2], sums[n] + read[n + 1])
+            for n in range(len(segments))
+        )
+
+    @cached_property
     def largest_piece(self) -> int:
         """The most values of one parameter that one rank updates."""
         if self.is_cut_by_rows:

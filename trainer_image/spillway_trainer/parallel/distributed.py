@@ -556,6 +556,16 @@ def buckets(gradients: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
         yield pieces
 
 
+def _waiting(begun: dist.Work | None, what: str) -> Callable[[], None]:
+    assert begun is not None, "only a rank outside the group gets none"
+
+    def wait() -> None:
+        with peers(what):
+            begun.wait()
+
+    return wait
+
+
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The exchanges of the ranks of a sharded model: parts of gradients, sums of squares, states.
@@ -599,13 +609,7 @@ class Peers:
         taken = [sizes[self.world.rank]] * self.world.size
         with peers("the other ranks' gradients"):
             begun = dist.all_to_all_single(received, sent, taken, list(sizes), self.devices, async_op=True)
-        assert begun is not None, "only a rank outside the group gets none"
-
-        def wait() -> None:
-            with peers("the other ranks' gradients"):
-                begun.wait()
-
-        return wait
+        return _waiting(begun, "the other ranks' gradients")
 
     def add(self, own: SquareSum) -> SquareSum:
         """Returns the sum over ranks: exact, so its order does not matter."""
@@ -632,11 +636,12 @@ class Peers:
         parts = torch.split(every, longest)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    def complete(self, whole: Tensor, part: Tensor) -> None:
-        """Fills `whole` with every rank's `part`, equal in size, in the order of the ranks. `part` may lie in
-        `whole`."""
+    def complete(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
+        """Begins to fill `whole` with every rank's `part`, equal in size, in the order of the ranks. `part` may lie in
+        `whole`. Returns a function that waits for it; on a device, the current stream waits."""
         with peers("the other ranks' parameters"):
-            dist.all_gather_into_tensor(whole, part, self.devices)
+            begun = dist.all_gather_into_tensor(whole, part, self.devices, async_op=True)
+        return _waiting(begun, "the other ranks' parameters")
 
     def shard(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
         """Applies FSDP2: each of `modules` becomes one group, whose parameters are DTensors and whole while it runs.

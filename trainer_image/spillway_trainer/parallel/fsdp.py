@@ -33,10 +33,9 @@ from ..trainer import in_order
 from .deepspeed.layout import Layout, ShardPiece
 from .distributed import Peers
 from .gathered_segments import GatheredSegments
-from .reduced_gradients import ReducedGradients
 from .run import DividedModel, guarded, refuse
-from .segment_gradients import SegmentGradients, largest
-from .shards import MakeOptimizer, ShardedOptimizer, as_piece
+from .segment_gradients import exchanged_gradients
+from .shards import DeviceTier, MakeOptimizer, ShardedOptimizer, as_piece
 
 
 def cut_rows(shape: Sequence[int], world_size: int) -> list[ShardPiece]:
@@ -118,17 +117,16 @@ def divide(
     model: Chain,
     world: World,
     settings: Hyperparameters,
-    ledger: DeviceLedger,
+    tiers: DeviceTier,
     make: MakeOptimizer,
     wire: torch.dtype,
-    device: torch.device,
 ) -> DividedModel:
-    """Allocates memory for `model`, which has none yet, on `device`, and shards it with FSDP2. Every rank calls it."""
+    """Allocates device memory for `model`, which has none yet, and shards it with FSDP2. Every rank calls it."""
     refuse(plan, model, world)
     segments, named = model.parameters_of(), dict(model.named_parameters())
-    charge(model, segments, world.size, ledger)
-    called, peers = Called(model), Peers.on(device, world)
-    peers.shard(with_memory(model, device), called)
+    charge(model, segments, world.size, tiers.ledger)
+    called, peers = Called(model), Peers.on(tiers.device, world)
+    peers.shard(with_memory(model, tiers.device), called)
     trained = {segment: [name for name in names if named[name].requires_grad] for segment, names in segments.items()}
     cuts = {name: cut_rows(named[name].shape, world.size) for names in trained.values() for name in names}
     own = {name: own_rows(model.get_parameter(name)) for name in named}
@@ -147,11 +145,7 @@ def divide(
     rows = FsdpShards(layout, own, model.tied, world.rank, world.size, shapes, gathered)
     parameters = {name: model.get_parameter(name) for name in layout}
     optimizer = ShardedOptimizer(make(pieces), rows, peers, parameters, settings, flushes=False)
-    reduced = ReducedGradients(
-        cuts, peers, wire, ledger, optimizer.take, plan.optimizer.num_threads, device, largest=largest(trained, named)
-    )
-    gradients = SegmentGradients(trained, named, peers, reduced, optimizer.mark, ledger, device)
-    gradients.watch(model)
+    gradients = exchanged_gradients(model, trained, named, cuts, optimizer, tiers, wire, plan.optimizer.num_threads)
 
     def updated(gathered: Sequence[str]) -> None:
         for segment in gathered:

@@ -7,15 +7,17 @@ Ddp's bit by bit.
 
     backward -> bucket -> all-to-all (part s of every rank's bucket to rank s) -> add, in order -> optimizer of the part
 
-A bucket is on its way while backward fills the next one; it is added when that one is sent.
+A bucket is on its way while backward fills the next one; it is added when that one is sent. On a CUDA device, a whole
+segment is exchanged behind the backward of the next one (GradientsBehind).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import xxhash
@@ -27,6 +29,7 @@ from spillway.planning.workload import DEVICE_EXCHANGE_PARAMETERS, EXCHANGE_PARA
 from ..kernels import dispatch as kernels
 from ..models.chain import CPU
 from ..tiers.device_ledger import DeviceLedger
+from ..tiers.lanes import Event, Lane, Lanes
 from .deepspeed.layout import Layout
 from .distributed import Peers
 
@@ -103,9 +106,14 @@ class ReducedGradients:
 
     def take(self, name: str, gradient: Tensor) -> None:
         """Takes the whole, complete gradient of one micro-batch. The caller must not use it again."""
-        flat = gradient.detach().reshape(-1)
-        nbytes = flat.numel() * flat.element_size()
+        nbytes = gradient.numel() * gradient.element_size()
         self._ledger.charge("gradients", nbytes)
+        self._cut(name, gradient)
+        self._held_bytes += nbytes
+
+    def _cut(self, name: str, gradient: Tensor) -> None:
+        """Puts the gradient into buckets, and sends those that are full."""
+        flat = gradient.detach().reshape(-1)
         pieces, offsets = self._layout[name], [0] * self._peers.world.size
         while True:
             for owner, piece in enumerate(pieces):
@@ -116,7 +124,6 @@ class ReducedGradients:
             if offsets == [piece.size for piece in pieces]:
                 break
             self.send()
-        self._held_bytes += nbytes
 
     def finish(self) -> None:
         """Exchanges what is left when the micro-batch's backward is over on this rank. Every rank calls it after every
@@ -179,8 +186,11 @@ class ReducedGradients:
         found.num_values += values.numel()
         if found.num_values == size:
             del self._sums[name]
-            self._owned(name, found.values)
-            self._ledger.release("gradients", torch.float32.itemsize * size)
+            self._pass_on(name, found.values)
+
+    def _pass_on(self, name: str, values: Tensor) -> None:
+        self._owned(name, values)
+        self._ledger.release("gradients", torch.float32.itemsize * values.numel())
 
     def _check_same(self, slices: list[Slice]) -> None:
         """Raises UserError, on every rank, if the ranks' buckets hold gradients of different parameters."""
@@ -192,3 +202,69 @@ class ReducedGradients:
                 f"rank {self._peers.world.rank} has a gradient (of {first}) where other ranks have another one. The "
                 "model branches by its input or its rank; remove the branch, or use strategy Ddp"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The gradients that lane network exchanges."""
+
+    exchanged: Event
+    gradients: dict[str, Tensor]
+    num_bytes: int
+    """Bytes of `gradients`."""
+    sums: dict[str, Tensor]
+    """This rank's sums of them, valid after `exchanged`."""
+
+
+class GradientsBehind(ReducedGradients):
+    """Exchanges the gradients of one segment on lane network, behind the backward of the next one (CUDA devices)."""
+
+    def __init__(self, lanes: Lanes, *given: Any, **named: Any) -> None:
+        """`given`, `named`: what ReducedGradients gets."""
+        super().__init__(*given, **named)
+        self._lanes = lanes
+        self._behind: Behind | None = None
+
+    def exchange(self, gradients: dict[str, Tensor]) -> None:
+        """Begins to exchange whole, complete gradients; compute goes on meanwhile. Empties `gradients` when that is
+        over. First passes on the sums of the call before."""
+        nbytes = sum(one.numel() * one.element_size() for one in gradients.values())
+        self._ledger.charge("gradients", nbytes)
+        self.collect()
+        rank, float32 = self._peers.world.rank, torch.float32
+        sizes = {name: size for name in gradients if (size := self._layout[name][rank].size)}
+        self._ledger.charge("gradients", float32.itemsize * sum(sizes.values()))
+        sums = {name: torch.empty(size, dtype=float32, device=self._device) for name, size in sizes.items()}
+        sent = self._wire.itemsize * sum(piece.size for name in gradients for piece in self._layout[name])
+        exchanged = self._lanes.submit(
+            Lane.NETWORK,
+            partial(self._exchange, gradients, sums),
+            after=[self._lanes.computed()],
+            nbytes=sent * (self._peers.world.size - 1) // self._peers.world.size,
+            label=f"exchange {next(iter(gradients), 'nothing')} and others",
+        )
+        self._behind = Behind(exchanged, gradients, nbytes, sums)
+
+    def _exchange(self, gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
+        self._sums = {name: Sum(values) for name, values in sums.items()}
+        for name, gradient in gradients.items():
+            self._cut(name, gradient)
+        self.send()
+        self._add()
+
+    def collect(self) -> None:
+        """Passes on the sums of the last `exchange`: what compute does next comes after that exchange."""
+        if self._behind is None:
+            return
+        found, self._behind = self._behind, None
+        self._lanes.wait(found.exchanged)
+        found.gradients.clear()
+        self._ledger.release("gradients", found.num_bytes)
+        for name in [*found.sums]:
+            super()._pass_on(name, found.sums.pop(name))
+
+    def _pass_on(self, name: str, values: Tensor) -> None:
+        """Does nothing: `collect` passes sums on."""
+
+    def finish(self) -> None:
+        self.collect()

@@ -28,12 +28,11 @@ from ..optimizer.plain import Hyperparameters
 from ..ranks import World
 from ..saved_tensors import ParameterSource
 from ..segments import Ready, Residence
-from ..tiers.device_ledger import DeviceLedger
 from ..trainer import MicroBatchOrder, Passes, Run, TimedPhase, in_order
 from .deepspeed.gathered_parameters import GatheredParameters
 from .deepspeed.support import check_version
 from .distributed import peers
-from .shards import MakeOptimizer, ShardedOptimizer
+from .shards import DeviceTier, MakeOptimizer, ShardedOptimizer
 
 STAGES = {"Zero1": 1, "Zero2": 2, "Zero3": 3}
 
@@ -53,7 +52,7 @@ class DividedModel:
     """The source of the parameters of Zero3 and Fsdp; None: every rank has whole parameters."""
     order: MicroBatchOrder
     ready: Ready | None = None
-    """Called for every segment when its forward begins."""
+    """Called for every segment when its forward begins, before its parameters are used."""
 
 
 def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
@@ -92,7 +91,7 @@ def divide(
     model: Chain,
     world: World,
     settings: Hyperparameters,
-    ledger: DeviceLedger,
+    tiers: DeviceTier,
     make: MakeOptimizer,
     wire: torch.dtype,
 ) -> DividedModel:
@@ -105,17 +104,17 @@ def divide(
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     if stage == 3:
         largest = max(segment_bytes(module) for _, module in model.segments)
-        ledger.charge("parameters", -(-nbytes // world.size) + NUM_GATHERED_SEGMENTS * largest)
+        tiers.ledger.charge("parameters", -(-nbytes // world.size) + NUM_GATHERED_SEGMENTS * largest)
         with peers("the other ranks to divide the model"):
             deepspeed.zero.Init(module=_OneByOne(model), config_dict_or_path=config)
     else:
-        ledger.charge("parameters", nbytes)
+        tiers.ledger.charge("parameters", nbytes)
         allocate(model)
     with peers("the other ranks to divide the model"):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=base_optimizer(model, settings), config=config, dist_init_required=False
         )
-    optimizer = adopt(engine, world, make, ledger, wire, plan.optimizer.num_threads, settings)
+    optimizer = adopt(engine, world, make, tiers.ledger, wire, plan.optimizer.num_threads, settings)
     return DividedModel(engine, optimizer, GatheredParameters(model) if stage == 3 else None, guarded(in_order))
 
 

@@ -18,8 +18,10 @@ from torch.nn import Parameter
 
 from ..models.chain import CPU, Chain
 from ..tiers.device_ledger import DeviceLedger
+from .deepspeed.layout import Layout
 from .distributed import Peers
-from .reduced_gradients import ReducedGradients
+from .reduced_gradients import GradientsBehind, ReducedGradients
+from .shards import DeviceTier, ShardedOptimizer
 
 TakeGradient = Callable[[str, Tensor], None]
 """Receives the name of a parameter and its complete gradient as soon as autograd has it."""
@@ -47,11 +49,6 @@ class SegmentGradients:
         """Segments that this micro-batch's backward has not left yet."""
         self._held: dict[str, Tensor] = {}
 
-    def watch(self, model: Chain) -> None:
-        """Has `end` called when backward leaves a segment of `model`."""
-        for name, module in model.segments:
-            tell_when_left(module, partial(self.end, name))
-
     def take(self, name: str, gradient: Tensor) -> None:
         """Takes one more part of a parameter's gradient, nearly always all of it; several parts are added in
         float32."""
@@ -78,10 +75,15 @@ class SegmentGradients:
         names = self._segments[segment]
         if not names:
             return
-        for name, is_there in zip(names, self._peers.any([name in self._held for name in names]), strict=True):
-            if is_there:
-                self._mark(name)
-                self._reduced.take(name, self._taken(name))
+        found = self._peers.any([name in self._held for name in names])
+        there = [name for name, is_there in zip(names, found, strict=True) if is_there]
+        for name in there:
+            self._mark(name)
+        if isinstance(self._reduced, GradientsBehind):
+            self._reduced.exchange({name: self._taken(name) for name in there})
+            return
+        for name in there:
+            self._reduced.take(name, self._taken(name))
         self._reduced.send()
 
     def _taken(self, name: str) -> Tensor:
@@ -93,9 +95,27 @@ class SegmentGradients:
         return gradient
 
 
-def largest(segments: Mapping[str, Sequence[str]], likes: Mapping[str, Tensor]) -> int:
-    """Returns the most values that the trained parameters of one segment have."""
-    return max(sum(likes[name].numel() for name in names) for names in segments.values())
+def exchanged_gradients(
+    model: Chain,
+    segments: Mapping[str, Sequence[str]],
+    likes: Mapping[str, Tensor],
+    cuts: Layout,
+    optimizer: ShardedOptimizer,
+    tiers: DeviceTier,
+    wire: torch.dtype,
+    num_threads: int,
+) -> SegmentGradients:
+    """Returns the gradients of `model`, a segment of which ends when backward leaves it. `optimizer` gets the sums of
+    this rank's pieces (`cuts`); on a CUDA device, a segment is exchanged behind the backward of the next one.
+    `segments`, `likes`: see SegmentGradients."""
+    peers, ledger, device = optimizer.peers, tiers.ledger, tiers.device
+    largest = max(sum(likes[name].numel() for name in names) for names in segments.values())
+    made = partial(GradientsBehind, tiers.lanes) if device.type == "cuda" else ReducedGradients
+    reduced = made(cuts, peers, wire, ledger, optimizer.take, num_threads, device, largest=largest)
+    gradients = SegmentGradients(segments, likes, peers, reduced, optimizer.mark, ledger, device)
+    for name, module in model.segments:
+        tell_when_left(module, partial(gradients.end, name))
+    return gradients
 
 
 def pass_on_gradient(parameter: Parameter, name: str, take: TakeGradient) -> None:

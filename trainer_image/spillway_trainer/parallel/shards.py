@@ -21,6 +21,8 @@ from spillway.update_rules import MASTER, MomentType
 from ..kernels.reference import SquareSum, widened
 from ..models.chain import whole_shape
 from ..optimizer.plain import GradientPart, Hyperparameters, StepOptimizer
+from ..tiers.device_ledger import DeviceLedger
+from ..tiers.lanes import Lanes
 from .deepspeed.layout import Layout
 from .distributed import Peers
 
@@ -30,6 +32,17 @@ class PartOptimizer(StepOptimizer, Protocol):
 
     def square_sum(self) -> SquareSum:
         """Returns the sum whose root is `norm`."""
+
+
+class DeviceTier(Protocol):
+    """What a sharded model uses of the run's tiers (assemble.Tiers)."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def ledger(self) -> DeviceLedger: ...
+    @property
+    def lanes(self) -> Lanes: ...
 
 
 class Division(Protocol):
@@ -75,7 +88,7 @@ class ShardedOptimizer:
                 "Zero1, Zero2, Zero3, Fsdp and DeepSpeed engines given to adopt() may put these values on different "
                 "ranks; use Ddp, or moments: bfloat16"
             )
-        self._own, self._division, self._peers = own, division, peers
+        self._own, self._division, self.peers = own, division, peers
         self._settings, self._flushes = settings, flushes
         self._parameters = parameters
         """The model's trained parameters, whole or sharded."""
@@ -98,7 +111,7 @@ class ShardedOptimizer:
         return ()
 
     def norm(self) -> float:
-        return self._peers.add(self._own.square_sum()).norm()
+        return self.peers.add(self._own.square_sum()).norm()
 
     def set(self, name: str, value: Tensor) -> None:
         """Sets a parameter that is not trained to its whole value, outside of training."""
@@ -130,17 +143,17 @@ class ShardedOptimizer:
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors, on every rank; every rank has to consume all of them."""
-        own, rank = self._own.state(), self._peers.world.rank
+        own, rank = self._own.state(), self.peers.world.rank
         for state in self.state_shapes():
             kind, _, name = state.partition(".")
             sizes, dtype = [piece.size for piece in self._division.layout[name]], self._settings.state_dtype(kind)
             part = next(own)[1].reshape(-1) if sizes[rank] else torch.empty(0, dtype=dtype)
-            joined = self._peers.joined(part.view(torch.uint8), [size * dtype.itemsize for size in sizes])
+            joined = self.peers.joined(part.view(torch.uint8), [size * dtype.itemsize for size in sizes])
             yield state, joined.view(dtype).view(self.shape(name))
 
     def own_pieces(self) -> Iterator[tuple[str, Tensor]]:
         """Yields this rank's pieces of `state`, flat; a whole one has its own shape. Rank 0 has the empty ones."""
-        own, rank = self._own.state(), self._peers.world.rank
+        own, rank = self._own.state(), self.peers.world.rank
         for state, shape in self.state_shapes().items():
             kind, _, name = state.partition(".")
             if size := self._division.layout[name][rank].size:
@@ -150,7 +163,7 @@ class ShardedOptimizer:
 
     def own_ranges(self) -> dict[str, tuple[int, int]]:
         """Returns the range of values of each state, flattened, of which this rank has a piece."""
-        rank, kinds = self._peers.world.rank, self._settings.rule.state_kinds
+        rank, kinds = self.peers.world.rank, self._settings.rule.state_kinds
         own = {name: pieces[rank] for name, pieces in self._division.layout.items() if pieces[rank].size}
         return {f"{kind}.{name}": (piece.offset, piece.end) for name, piece in own.items() for kind in kinds}
 
@@ -169,7 +182,7 @@ class ShardedOptimizer:
 
     def load(self, name: str, value: Tensor) -> None:
         kind, _, parameter = name.partition(".")
-        piece, flat = self._division.layout[parameter][self._peers.world.rank], value.reshape(-1)
+        piece, flat = self._division.layout[parameter][self.peers.world.rank], value.reshape(-1)
         if piece.size:
             self._own.load(name, flat[piece.offset : piece.end])
         if kind == MASTER:

@@ -1,15 +1,16 @@
 """Zero1 and Zero2 on CUDA devices: every rank has the whole parameters, and the optimizer states of its rows.
 
     backward  segment n -> exchange of its gradients (SegmentGradients) -> n - 1 ...
-    step      the optimizer updates this rank's rows, in the parameters' memory -> all-gather of every parameter
+    step      the optimizer updates this rank's rows, in the parameters' memory
+    forward   all-gather of every parameter, in the order of the segments; segment n waits for its own -> n -> n + 1 ...
 
 The all-gather is in place, so a parameter has memory for as many rows as all ranks' parts have together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,15 +23,13 @@ from ..models.chain import Chain, allocate
 from ..optimizer.plain import Hyperparameters
 from ..optimizer.trainable import master_values
 from ..ranks import World
-from ..tiers.device_ledger import DeviceLedger
 from ..trainer import in_order
 from .deepspeed.layout import Layout
 from .distributed import Peers
 from .fsdp import cut_rows
-from .reduced_gradients import ReducedGradients
 from .run import DividedModel, guarded, refuse, tie
-from .segment_gradients import SegmentGradients, largest, pass_on_gradient
-from .shards import MakeOptimizer, ShardedOptimizer, as_piece
+from .segment_gradients import exchanged_gradients, pass_on_gradient
+from .shards import DeviceTier, MakeOptimizer, ShardedOptimizer, as_piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +40,26 @@ class WholeParameters:
     memory: Mapping[str, Tensor]
     """The memory of every parameter, flat; with padding at its end if the parameter is trained."""
     peers: Peers
+    segments: Mapping[str, Sequence[str]]
+    """Segment -> the names of its parameters, in forward order."""
+    arriving: dict[str, Callable[[], None]] = field(default_factory=dict)
+    """What waits for the parameters that are being gathered."""
 
     def part(self, name: str) -> Tensor:
         """Returns this rank's part of a trained parameter's memory."""
         return self.memory[name].view(self.peers.world.size, -1)[self.peers.world.rank]
 
     def complete(self) -> None:
-        for name in self.layout:
-            self.peers.complete(self.memory[name], self.part(name))
+        for wait in self.arriving.values():  # of segments that no forward has used
+            wait()
+        names = dict.fromkeys(name for segment in self.segments.values() for name in segment if name in self.layout)
+        self.arriving.update({name: self.peers.complete(self.memory[name], self.part(name)) for name in names})
+
+    def ready(self, segment: str) -> None:
+        """Called when the forward of `segment` begins."""
+        for name in self.segments[segment]:
+            if name in self.arriving:
+                self.arriving.pop(name)()
 
     def set(self, name: str, values: Tensor) -> None:
         whole = self.memory[name]
@@ -60,23 +71,23 @@ def divide(
     model: Chain,
     world: World,
     settings: Hyperparameters,
-    ledger: DeviceLedger,
+    tiers: DeviceTier,
     make: MakeOptimizer,
     wire: torch.dtype,
-    device: torch.device,
 ) -> DividedModel:
-    """Allocates memory for `model`, which has none yet, on `device`, and shards its states. Every rank calls it."""
+    """Allocates device memory for `model`, which has none yet, and shards its states. Every rank calls it."""
     refuse(plan, model, world)
     tie(model)
-    allocate(model, device)
-    named, peers = dict(model.named_parameters()), Peers.on(device, world)
+    allocate(model, tiers.device)
+    named, peers = dict(model.named_parameters()), Peers.on(tiers.device, world)
     layout = {name: cut_rows(one.shape, world.size) for name, one in named.items() if one.requires_grad}
     memory = {name: padded(one, world.size) if name in layout else one.detach().view(-1) for name, one in named.items()}
-    ledger.charge("parameters", sum(one.numel() * one.element_size() for one in memory.values()))
-    whole = WholeParameters(layout, memory, peers)
+    tiers.ledger.charge("parameters", sum(one.numel() * one.element_size() for one in memory.values()))
+    segments = model.parameters_of()
+    whole = WholeParameters(layout, memory, peers, segments)
     used = set[str]()
     trained = {}
-    for segment, names in model.parameters_of().items():
+    for segment, names in segments.items():
         # The gradient of a tied parameter is complete when backward leaves the first segment that uses it.
         trained[segment] = [name for name in names if name in layout and name not in used]
         used.update(names)
@@ -84,14 +95,10 @@ def divide(
     pieces = [(name, as_piece(whole.part(name)[:size], named[name].dim())) for name, size in own.items() if size]
     parameters = {name: named[name] for name in layout}
     optimizer = ShardedOptimizer(make(pieces), whole, peers, parameters, settings)
-    reduced = ReducedGradients(
-        layout, peers, wire, ledger, optimizer.take, plan.optimizer.num_threads, device, largest=largest(trained, named)
-    )
-    gradients = SegmentGradients(trained, named, peers, reduced, optimizer.mark, ledger, device)
-    gradients.watch(model)
+    gradients = exchanged_gradients(model, trained, named, layout, optimizer, tiers, wire, plan.optimizer.num_threads)
     for name, parameter in parameters.items():
         pass_on_gradient(parameter, name, gradients.take)
-    return DividedModel(model, optimizer, None, guarded(partial(in_order, exchange=gradients.finish)))
+    return DividedModel(model, optimizer, None, guarded(partial(in_order, exchange=gradients.finish)), whole.ready)
 
 
 def padded(parameter: Parameter, world_size: int) -> Tensor:

@@ -312,8 +312,7 @@ class Device:
                 parameters=sum(shape.numel() for shape in assembly.parameter_shapes().values()),
             )  # fmt: skip
             return
-        has_frozen = any(not parameter.requires_grad for parameter in assembly.model.parameters())
-        if has_frozen and not checkpoints.base_is_there:
+        if assembly.has_frozen and not checkpoints.base_is_there:
             for name, value in initial_states(assembly.model, member.job.spec.training.seed):
                 if name.startswith(FROZEN):
                     assembly.load(name, value)

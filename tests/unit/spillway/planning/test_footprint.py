@@ -147,6 +147,14 @@ def test_fsdp_counts_the_rows_of_the_rank_that_has_most() -> None:
     assert transient_gradient_bytes(shared) == 2 * shared.largest_segment + 2 * 4 * rows[1] * 256
 
 
+def test_on_devices_two_neighbouring_segments_have_gradients_at_once() -> None:
+    """The head is exchanged behind the backward of the last block."""
+    shared = work(world_size=4, strategy="Zero2", on_cuda=True, vocabSize=16384)
+    block, head = (segment.num_accumulated for segment in shared.shape.segments[-2:])
+    assert head > 2 * block
+    assert transient_gradient_bytes(shared) == 2 * (block + head) + 4 * head // 4
+
+
 # --- activations ------------------------------------------------------------------------------------------------------
 
 

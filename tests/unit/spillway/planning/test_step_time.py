@@ -24,6 +24,7 @@ from spillway.planning.step_time import (
     phase_seconds,
     predict,
     rank_rates,
+    scatter_seconds,
     speculative_window,
     update_loads,
     update_seconds,
@@ -298,6 +299,20 @@ def test_backward_hides_the_exchange_between_nodes_but_for_the_first_segments() 
 def test_nothing_hides_an_exchange_by_the_cores_that_compute() -> None:
     two = replace(WORK, world_size=2, local_ranks=2)
     assert exposed_exchange_seconds(two, RATES, 1e9) == exchange_loads(two, RATES)[Resource.NETWORK]
+
+
+def test_sharded_on_devices_only_the_first_segment_is_waited_for() -> None:
+    """In backward for its gradients, and in the next forward for its parameters, if they are gathered then."""
+    embedding = 128256 * 4096 / P
+    for strategy, gathers in (("Fsdp", False), ("Zero2", True)):
+        two = replace(WORK, world_size=2, local_ranks=2, on_cuda=True, strategy=strategy, wire_bytes=4)
+        gathered, scattered = (sent * P / 2 / RATES.network for sent in (2 * gathers, 4))
+        assert exchange_loads(two, RATES)[Resource.NETWORK] == pytest.approx(gathered)
+        assert scatter_seconds(two, RATES) == pytest.approx(scattered)
+        waits = two.num_micro_batches * embedding * scattered
+        assert exposed_exchange_seconds(two, RATES, forward_seconds=0.0) == pytest.approx(gathered + waits)
+        left = exposed_exchange_seconds(two, RATES) - waits
+        assert embedding * gathered <= left <= 1.5 * embedding * gathered + 1e-9  # and one layer
 
 
 def test_sums_in_host_memory_pass_through_a_cuda_device_in_the_exchange() -> None:

@@ -141,7 +141,7 @@ def _of_stages_1_and_2(optimizer: Any, names: Mapping[int, str], world: World) -
 
     def complete() -> None:
         for group, whole in enumerate(optimizer.bit16_groups_flat):
-            Peers(world).complete(whole, optimizer.parallel_partitioned_bit16_groups[group][world.rank])
+            Peers(world).complete(whole, optimizer.parallel_partitioned_bit16_groups[group][world.rank])()
 
     sizes = [int(size) for size in optimizer.partition_size]
     return _in_declared_order(Divided(layout, parameters, pieces, places, sizes, complete, is_whole=True), names)
