@@ -30,6 +30,7 @@ MARGIN_BYTES = 64 * MIB
 """memory in addition to the budgets: the C allocator's free lists, matrix products' scratch, pages of checkpoint and
 corpus"""
 
+# In float32, because CPUs without bfloat16 instructions take minutes for these products.
 JOB = """
 apiVersion: spillway.dev/v1alpha1
 kind: TrainingJob
@@ -37,8 +38,9 @@ metadata: {name: wide}
 spec:
   model:
     config: {architecture: llama, hiddenSize: 256, numLayers: 16, numHeads: 4, intermediateSize: 688, vocabSize: 512}
+    precision: {compute: float32}
   data: {text: {path: TEXT}}
-  training: {steps: 2, sequenceLength: 256, globalBatchSize: 16, microBatchSize: 16}
+  training: {steps: 2, sequenceLength: 256, globalBatchSize: 8, microBatchSize: 8}
   memory: {mode: Auto, budget: {device: 160Mi, host: 352Mi, nvme: 2Gi},
            advanced: {optimizer: {placement: Host}, activations: {policy: Nvme}}}
 """

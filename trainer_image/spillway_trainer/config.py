@@ -103,6 +103,11 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
             f"layers), a global batch of {spec.training.global_batch_size} sequences and {job.world_size} ranks; plan "
             "the job again (spillway plan)"
         )
+    if plan.device == "Cuda" and plan.strategy == "Zero3":
+        raise UserError(
+            f"the plan of {plan.job} has strategy Zero3 on Cuda devices, where that is Fsdp; plan the job again "
+            "(spillway plan)"
+        )
 
 
 def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan, further_evaluations: Collection[int] = ()) -> LoopSettings:

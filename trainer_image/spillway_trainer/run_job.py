@@ -129,7 +129,9 @@ def run_ranks(
         say(recorder, batches.evaluated)
     ranks.agree("tokens and their order", batches.fingerprint)
     check_device(device, model, config.hyperparameters(job.spec, model))
-    imports = {"Fsdp": "importing FSDP2, ", **dict.fromkeys(ZERO_STRATEGIES, "importing DeepSpeed, ")}
+    imports = {"Fsdp": "importing FSDP2, "}
+    if plan.device == "Cpu":
+        imports |= dict.fromkeys(ZERO_STRATEGIES, "importing DeepSpeed, ")
     recorder.preparing(f"{imports.get(plan.strategy, '')}allocating memory")
     with assembled(job, plan, model, ranks, device) as assembly, ExitStack() as opened:
         learning_rate = config.learning_rate(job.spec)

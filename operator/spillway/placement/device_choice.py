@@ -12,9 +12,7 @@ from spillway.plan import DeviceKind, MemoryPlan
 Job = TypeVar("Job", TrainingJob, ScriptJob, TrainingJob | ScriptJob)
 
 
-def devices(
-    spec: JobSpec, lacking: str, has: str, before: DeviceKind | None, num_ranks: int
-) -> list[tuple[DeviceKind, str]]:
+def devices(spec: JobSpec, lacking: str, has: str, before: DeviceKind | None) -> list[tuple[DeviceKind, str]]:
     """Returns the kinds of device that the job may run on, best first, each with the reason if the job leaves the kind
     open. `lacking`: why there are no GPUs; `has`: which GPUs there are; `before`: what earlier attempts ran on, which
     is kept because another kind rounds differently."""

@@ -105,8 +105,7 @@ def place(job: TrainingJob | ScriptJob, cluster: ClusterView) -> Placement | Unp
     any can carry it.
     """
     found, name = list[Unplaceable](), job.spec.pod.resource_name
-    ranks = job.spec.num_ranks if isinstance(job, TrainingJob) else job.spec.parallelism.world_size
-    for device, why in devices(job.spec, _no_devices(name, cluster), f"nodes have {name}", cluster.device, ranks):
+    for device, why in devices(job.spec, _no_devices(name, cluster), f"nodes have {name}", cluster.device):
         placed = _place(on_device(job, device), cluster)
         if isinstance(placed, Placement):
             said = f"Cuda is not possible: {found[0].message}" if found else why

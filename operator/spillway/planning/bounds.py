@@ -33,7 +33,7 @@ from spillway.planning.step_time import (
     Rates,
     Resource,
     backward_loads,
-    exchange_loads,
+    exposed_exchange_seconds,
     forward_loads,
     parameter_loads,
     stored_bytes,
@@ -143,7 +143,7 @@ class Bounds:
         self._longest_update = sum(map(sum, self._paths)) / rates.duplex
         self._longest_update += update_work(work, plan(nvme_share=1.0)).seconds(rates)
         copied = 2 * work.rank_parameters * work.shape.trained_bytes if work.in_place and group.may_speculate else 0
-        exchanged = sum(exchange_loads(work, rates, work.shape.num_accumulated).values())
+        exchanged = exposed_exchange_seconds(work, rates, 0.0, work.shape.num_accumulated, 0.0)
         self._more = copied / rates.cpu + copied / rates.dram + exchanged - group.exchange_seconds
         """The most seconds that lower bounds leave out: for copying the values that backward updates out of place, and
         of an exchange that backward might hide."""

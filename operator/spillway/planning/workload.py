@@ -291,13 +291,20 @@ class Workload:
     def exchanged_bytes(self) -> int:
         """The most bytes of gradients and of this rank's float32 sums of them, if a segment, sharded by rows, is
         exchanged behind the backward of the one before it. Of the sums that it was given last, the optimizer still
-        reads at most the largest piece."""
+        reads at most the largest piece. Except with Fsdp, autograd holds a tied alias's gradient until its owner's is
+        there, too."""
         segments = self.shape.segments
+        every = (one for segment in segments for one in segment.parameters)
+        aliases = [one for one in every if one.is_alias and one.is_trained and self.strategy != "Fsdp"]
+        held = self.shape.trained_bytes * sum(one.num_rows * one.row_values for one in aliases)
         whole = [self.shape.trained_bytes * one.num_accumulated for one in segments] + [0, 0]
-        own = [sum(self.most_rows(one) for one in each.parameters if one.is_trained) for each in segments] + [0, 0]
+        own = [
+            sum(self.most_rows(one) for one in each.parameters if one.is_trained and one not in aliases)
+            for each in segments
+        ] + [0, 0]
         sums = [FLOAT32_BYTES * values for values in own]
         read = [min(each, FLOAT32_BYTES * self.largest_piece) for each in sums]
-        return max(
+        return held + max(
             whole[n] + max(whole[n + 1] + sums[n + 1] + read[n + 2], sums[n] + read[n + 1])
             for n in range(len(segments))
         )

@@ -14,6 +14,7 @@ from spillway.api.load import load_job
 from spillway.api.training_job import TrainingJob
 from spillway.errors import ExitCode, SpillwayError, UserError
 from spillway.extras import need_for
+from spillway.placement.device_choice import on_device
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planning.corrections import Corrections
 from spillway.planning.model_shape import ModelShape
@@ -67,7 +68,8 @@ def run(options: RunOptions) -> int:
     job = with_budget(load_job(options.job), options.budget)
     claims = local_run.parse_claims(options.claims)
     local_run.refuse_wrong_fields(job, claims, source)
-    need_for(job.spec, options.num_ranks)
+    first, *_ = local_devices(job.spec, find_gpus(), options.num_ranks, trained_with(RunDirectory(options.output)))
+    need_for(on_device(job, first[0]).spec, options.num_ranks)
     local_run.refuse_taken_port(options.metrics_port)
     console = message_console()
     unused = local_run.unused_fields(job.spec, options.num_ranks)
@@ -76,7 +78,6 @@ def run(options: RunOptions) -> int:
     fetch_all(job.spec, claims, console.print)
     shape = inspected_shape(options.job, job, claims)
     own = partial(own_profile, usable_cores(Path("/")), given=options.node)
-    first, *_ = local_devices(job.spec, find_gpus(), options.num_ranks, trained_with(RunDirectory(options.output)))
     own(first[0])  # rejects an unusable profile before anything is written
     is_new = not options.output.exists()
     directory = create_run_directory(options.output)

@@ -63,7 +63,7 @@ def local_devices(
 ) -> list[tuple[DeviceKind, str]]:
     """Like `devices`, for this machine. Raises UserError when the job needs GPUs that are missing here."""
     lacking_gpus = gpus.lacking(num_ranks)
-    found = devices(spec, lacking_gpus, gpus.said, None if before is None else before.device, num_ranks)
+    found = devices(spec, lacking_gpus, gpus.said, None if before is None else before.device)
     if found[0][0] == "Cuda" and lacking_gpus:
         began = "the run began on a GPU, but " if before else ""
         raise UserError(

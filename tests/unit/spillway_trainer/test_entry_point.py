@@ -119,6 +119,7 @@ WRONG_PLANS: dict[str, Callable[[Any], Any]] = {
     },
     "micro-batches": lambda p: {"num_micro_batches": 3},
     "2 ranks": lambda p: {"world_size": 2},
+    "strategy Zero3 on Cuda devices": lambda p: {"device": "Cuda", "strategy": "Zero3"},
     "no bytes or budget of nvme": lambda p: {"budget": {tier: 1 for tier in p.budget if tier != "nvme"}},
     "on NVMe, but no bytes on NVMe": lambda p: {"bytes": {tier: type(part)() for tier, part in p.bytes.items()}},
 }

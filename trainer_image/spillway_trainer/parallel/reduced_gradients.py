@@ -125,6 +125,13 @@ class ReducedGradients:
                 break
             self.send()
 
+    def exchange(self, gradients: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Exchanges a segment's whole, complete gradients: those that these functions hand over. `finish` comes after
+        the last segment."""
+        for name, handed_over in gradients.items():
+            self.take(name, handed_over())
+        self.send()
+
     def finish(self) -> None:
         """Exchanges what is left when the micro-batch's backward is over on this rank. Every rank calls it after every
         micro-batch."""
@@ -210,6 +217,7 @@ class Behind:
 
     exchanged: Event
     gradients: dict[str, Tensor]
+    """Emptied when the exchange is over, so that their memory can be used again."""
     num_bytes: int
     """Bytes of `gradients`."""
     sums: dict[str, Tensor]
@@ -225,25 +233,25 @@ class GradientsBehind(ReducedGradients):
         self._lanes = lanes
         self._behind: Behind | None = None
 
-    def exchange(self, gradients: dict[str, Tensor]) -> None:
-        """Begins to exchange whole, complete gradients; compute goes on meanwhile. Empties `gradients` when that is
-        over. First passes on the sums of the call before."""
-        nbytes = sum(one.numel() * one.element_size() for one in gradients.values())
+    def exchange(self, gradients: Mapping[str, Callable[[], Tensor]]) -> None:
+        """Begins to exchange; compute goes on meanwhile. First passes on the sums of the call before."""
+        whole = {name: handed_over() for name, handed_over in gradients.items()}
+        nbytes = sum(one.numel() * one.element_size() for one in whole.values())
         self._ledger.charge("gradients", nbytes)
         self.collect()
         rank, float32 = self._peers.world.rank, torch.float32
-        sizes = {name: size for name in gradients if (size := self._layout[name][rank].size)}
+        sizes = {name: size for name in whole if (size := self._layout[name][rank].size)}
         self._ledger.charge("gradients", float32.itemsize * sum(sizes.values()))
         sums = {name: torch.empty(size, dtype=float32, device=self._device) for name, size in sizes.items()}
-        sent = self._wire.itemsize * sum(piece.size for name in gradients for piece in self._layout[name])
+        sent = self._wire.itemsize * sum(piece.size for name in whole for piece in self._layout[name])
         exchanged = self._lanes.submit(
             Lane.NETWORK,
-            partial(self._exchange, gradients, sums),
+            partial(self._exchange, whole, sums),
             after=[self._lanes.computed()],
             nbytes=sent * (self._peers.world.size - 1) // self._peers.world.size,
-            label=f"exchange {next(iter(gradients), 'nothing')} and others",
+            label=f"exchange {next(iter(whole), 'nothing')} and others",
         )
-        self._behind = Behind(exchanged, gradients, nbytes, sums)
+        self._behind = Behind(exchanged, whole, nbytes, sums)
 
     def _exchange(self, gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
         self._sums = {name: Sum(values) for name, values in sums.items()}

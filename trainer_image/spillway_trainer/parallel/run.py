@@ -43,7 +43,7 @@ class GatheringSource(ParameterSource, Residence, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DividedModel:
-    """A model under DeepSpeed or FSDP2, ready to train."""
+    """A sharded model, ready to train."""
 
     engine: Any
     """deepspeed.DeepSpeedEngine, or a module, which is called instead of the model."""
@@ -195,7 +195,7 @@ def _deepspeed() -> tuple[Any, Any]:
 
 
 def guarded(order: MicroBatchOrder) -> MicroBatchOrder:
-    """Returns `order`, in which DeepSpeed exchanges by itself, with failures of an exchange reported as a lost rank."""
+    """Returns `order`, in which hooks exchange by themselves, with failures of an exchange reported as a lost rank."""
 
     def run(run: Run, phase: TimedPhase, micro_batches: Mapping[int, Batch], num_tokens: int) -> Passes:
         with lost_peers():

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from spillway.errors import UserError
+
 from ..models.chain import CPU, Chain
 from ..tiers.device_ledger import DeviceLedger
 from .deepspeed.layout import Layout
@@ -68,6 +70,11 @@ class SegmentGradients:
         """Called when the micro-batch's backward is over, by every rank, after every micro-batch."""
         while self._to_come:
             self._exchange(self._to_come.pop())
+        if self._held:
+            raise UserError(
+                f"spec.parallelism.strategy: parameter {next(iter(self._held))} is used by a segment (group of layers) "
+                "before its own, so its gradient was complete only after its segment's had been exchanged; use Ddp"
+            )
         self._reduced.finish()
         self._to_come = [*self._segments]
 
@@ -79,12 +86,7 @@ class SegmentGradients:
         there = [name for name, is_there in zip(names, found, strict=True) if is_there]
         for name in there:
             self._mark(name)
-        if isinstance(self._reduced, GradientsBehind):
-            self._reduced.exchange({name: self._taken(name) for name in there})
-            return
-        for name in there:
-            self._reduced.take(name, self._taken(name))
-        self._reduced.send()
+        self._reduced.exchange({name: partial(self._taken, name) for name in there})
 
     def _taken(self, name: str) -> Tensor:
         gradient = self._held.pop(name, None)

@@ -46,8 +46,8 @@ class DeviceTier(Protocol):
 
 
 class Division(Protocol):
-    """How the model's parameters are sharded, and where they are: adopted.py implements it for DeepSpeed, fsdp.py for
-    FSDP2."""
+    """How the model's parameters are sharded, and where they are. Implemented for DeepSpeed (adopted.py), FSDP2
+    (fsdp.py) and whole parameters on CUDA devices (whole_parameters.py)."""
 
     @property
     def layout(self) -> Layout:

@@ -171,6 +171,15 @@ def test_gradient_only_another_rank_has_is_zero_and_one_nobody_has_is_none() -> 
     assert (marked, taken["b"].tolist()) == (["b"], [0.0] * 4)
 
 
+def test_a_gradient_that_comes_after_its_segment_was_exchanged_is_an_error() -> None:
+    """An earlier segment uses the parameter, too."""
+    gradients = of_segments(Together(World(rank=0, size=2)), DeviceLedger(None), {}, [])
+    gradients.end("second")
+    gradients.take("b", torch.ones(3, 2))
+    with pytest.raises(UserError, match=r"parameter b is used by a segment .* before its own.*use Ddp"):
+        gradients.finish()
+
+
 def test_parts_of_a_gradient_are_added_in_float32() -> None:
     taken = dict[str, Tensor]()
     gradients = of_segments(Together(World(rank=0, size=1)), DeviceLedger(None), taken, [])
