@@ -65,6 +65,14 @@ def pytest_report_header() -> str:
     return f"depth {DEPTH.name.lower()}: SPILLWAY_DEPTH=quick, ci or all; harness/depth.py says what that means"
 
 
+def pytest_collection_finish() -> None:
+    """Lets tests that train in this process multiply as the trainer does."""
+    if "torch" in sys.modules:
+        from spillway_trainer.kernels import half_products
+
+        half_products.install()
+
+
 def pytest_sessionfinish() -> None:
     """Waits for the end of the fork server (harness/local_runs.py), which otherwise ends some time after this process:
     hack/supervised.py would report it."""

@@ -48,7 +48,7 @@ from . import config
 from .assemble import Assembly, assemble, fill
 from .corpus.data import Batch, TokenBatches
 from .kernels import dispatch as kernels
-from .kernels import native
+from .kernels import half_products, native
 from .kernels.reference import UpdateScalars
 from .reporting.recorder import Recorder
 from .tiers import cuda
@@ -148,8 +148,9 @@ def main() -> None:
 
 
 def as_the_trainer(threads: int) -> None:
-    """Sets threads and allocator as in a run; importing `environment` in this module did the rest."""
+    """Sets threads, products and allocator as in a run; importing `environment` in this module did the rest."""
     torch.set_num_threads(threads)
+    half_products.install()
     native.return_freed_memory()
 
 

@@ -42,7 +42,7 @@ from .corpus.data import TokenBatches
 from .corpus.objective import TrainingObjective
 from .corpus.text_source import TextSource, directory_of, entry_point, python_stdlib, text_source
 from .corpus.tokens import Corpus, TokenizerRecipe, has_corpus, prepare_corpus
-from .kernels import native
+from .kernels import half_products, native
 from .models.build import build_model, source_directory
 from .models.chain import Chain
 from .optimizer.loss_scale import LossScaler
@@ -69,6 +69,7 @@ def run_job(
     exception (see ending.py)."""
     # Fixed before the first forward: the rounding of a matrix product depends on the number of threads.
     torch.set_num_threads(job.compute_threads)
+    half_products.install()
     config.check_world(job, world)
     recorder.preparing("building the model")
     model = build_model(job.spec, job.claims)

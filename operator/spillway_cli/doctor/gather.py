@@ -166,11 +166,7 @@ def memory(root: Path = ROOT) -> MachineMemory:
 
 
 def cores() -> Cores:
-    lines = (ROOT / "proc/cpuinfo").read_text().splitlines()
-    flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
-    # As torch decides (mkldnn_bf16_device_check), whose test needs torch.
-    multiply_bfloat16 = not flags or not {"avx512bw", "avx_ne_convert", "bf16"}.isdisjoint(flags)
-    return Cores(usable_cores(ROOT), os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS", ""), multiply_bfloat16)
+    return Cores(usable_cores(ROOT), os.cpu_count() or 1, os.environ.get("OMP_NUM_THREADS", ""))
 
 
 def locked_memory() -> int:

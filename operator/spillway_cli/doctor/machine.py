@@ -72,8 +72,6 @@ class Cores:
     of_machine: int
     omp_num_threads: str
     """The environment variable; empty = not set."""
-    multiply_bfloat16: bool = True
-    """Whether torch has instructions for products in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +266,6 @@ def threads(cores: Cores | Missing) -> Iterator[Diagnosis]:
         yield finding(
             "threads", WARNING, message, "unset OMP_NUM_THREADS; a run uses as many threads as there are cores"
         )
-    if not cores.multiply_bfloat16:
-        message = (
-            "no instructions for bfloat16: on this CPU, products in bfloat16 take 4 to 100 times as long as float32"
-        )
-        yield finding("bfloat16", NOTE, message, "set spec.model.precision.compute: float32 for runs without a GPU")
 
 
 def profile(found: Profile | Missing, now: datetime) -> Iterator[Diagnosis]:

@@ -25,6 +25,7 @@ from spillway.plan import MemberPlan, MemoryPlan
 from .. import config
 from ..cgroup import usable_cores
 from ..ending import ending_of
+from ..kernels import half_products
 from ..ranks import ONE_RANK, World
 from ..reporting.exporter import Exporter
 from ..reporting.progress_client import reporting
@@ -57,6 +58,7 @@ def run_sweep(
     """Trains all members to their ends and returns a sentence about the end; `progress` counts the steps of all. Any
     other end of the attempt is an exception (see ending.py): if every member failed, the error of the first one."""
     torch.set_num_threads(job.compute_threads)
+    half_products.install()
     check(job, plan, world)
     sweep = Sweep(job, plan, recorder, progress, stop)
     with ExitStack() as opened:

@@ -22,7 +22,7 @@ from spillway.metrics import StepMetrics
 
 from ..cgroup import usable_cores
 from ..ending import ending_of, leave
-from ..kernels import native
+from ..kernels import half_products, native
 from ..ranks import World
 from ..reporting.recorder import Sink
 from ..run_job import on_device
@@ -92,6 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         stop.listen()
         start: Start = sweep.receive()
         torch.set_num_threads(start.job.compute_threads)
+        half_products.install()
         num_cores = max(1, usable_cores(Path("/")) // start.plan.member_devices)
         if start.plan.device == "Cpu":
             os.sched_setaffinity(0, cores_of(start.device, start.plan.member_devices, os.sched_getaffinity(0)))

@@ -119,7 +119,6 @@ NO_TORCH = {name: version for name, version in HEALTHY.versions.items() if name 
         ),
         ({"huge_pages": "never"}, "warning", "huge pages are off", "madvise"),
         ({"cores": Cores(2, 8, "16")}, "warning", "OMP_NUM_THREADS=16, but only 2 cores", "unset"),
-        ({"cores": Cores(2, 2, "", multiply_bfloat16=False)}, "note", "no instructions for bfloat16", "float32"),
         ({"profile": Profile("/p", False)}, "note", "not measured", "spillway calibrate"),
         (
             {"profile": Profile("/p", True, "", "measured with 4 cores")},
