@@ -32,7 +32,7 @@ from spillway.plan import MemoryPlan, Tier
 from spillway_trainer import config
 from spillway_trainer.assemble import Assembly, assemble, fill
 from spillway_trainer.corpus.data import Batch
-from spillway_trainer.kernels import native
+from spillway_trainer.kernels import half_products, native
 from spillway_trainer.optimizer.schedule import LearningRate
 from spillway_trainer.reporting.recorder import Recorder
 from spillway_trainer.trainer import Run, RunProgress, StopRequest, train
@@ -129,6 +129,7 @@ def main(here: str, *yardsticks: str) -> None:
     job, plan = read(directory, "cell")
     native.return_freed_memory()
     torch.set_num_threads(1)
+    half_products.install()
     run(
         *read(directory, "tiny"), Listener()
     ).tiers.close()  # code, kernels and threads are in memory before the baseline

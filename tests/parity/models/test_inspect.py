@@ -133,7 +133,7 @@ def test_a_blocks_forward_and_backward_allocate_what_inspection_found(model: str
     workspace = max(segment.forward_workspace_bytes, segment.backward_workspace_bytes)
     predicted = own_saved + TOKENS * workspace
     # Without tiles for bfloat16, products convert their operands into memory that no operator shows.
-    least = 0.9 if compute == "float32" or torch.cpu._is_amx_tile_supported() else 0.7
+    least = 0.9 if compute == "float32" or torch.cpu._is_amx_tile_supported() else 0.65
     assert least * measured <= predicted + largest_gradient
     assert predicted <= 1.1 * measured
 

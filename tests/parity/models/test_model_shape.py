@@ -18,6 +18,7 @@ from spillway.planning.footprint import device_peak
 from spillway.planning.model_shape import MicroBatch, ModelShape, model_shape, shape_of
 from spillway.planning.workload import Blocks, Workload
 from spillway_trainer.inspect import shape_of_chain
+from spillway_trainer.kernels.half_products import without_instructions
 from spillway_trainer.models.build import build_model
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
 
@@ -148,7 +149,9 @@ def test_forward_and_backward_allocate_the_predicted_peak(case: str, compute: st
     largest_gradient = shape_for(sizes, compute).largest_parameter * DTYPES[compute].itemsize
     predicted = predicted_peak(shape_for(sizes, compute))
     assert predicted <= 1.12 * measured
-    assert predicted + largest_gradient >= 0.995 * measured
+    # Without instructions for the type, products convert their operands into memory that no operator shows.
+    least = 0.85 if DTYPES[compute] in without_instructions() else 0.995
+    assert predicted + largest_gradient >= least * measured
 
 
 # --- the families of transformers, against what inspecting the built model finds --------------------------------------

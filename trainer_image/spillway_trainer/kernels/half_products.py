@@ -25,15 +25,16 @@ Kernel = Callable[..., Any]
 @cache
 def install() -> None:
     """Replaces torch's products of the types that this CPU cannot multiply, for the rest of the process."""
-    missing = set()
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        missing.add(torch.bfloat16)
-    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        missing.add(torch.float16)
-    for name, replacement in REPLACEMENTS.items() if missing else ():
+    for name, replacement in REPLACEMENTS.items() if without_instructions() else ():
         original = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
-        kernel = partial(_call, missing, original, replacement)
+        kernel = partial(_call, without_instructions(), original, replacement)
         _library().impl(name, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+@cache
+def without_instructions() -> set[torch.dtype]:
+    bfloat16, float16 = torch.ops.mkldnn._is_mkldnn_bf16_supported(), torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return {dtype for dtype, has in ((torch.bfloat16, bfloat16), (torch.float16, float16)) if not has}
 
 
 @cache
