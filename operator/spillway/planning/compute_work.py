@@ -34,8 +34,8 @@ parameter, its gradient is also copied, which doubles the operations of backward
 MOVED_OPERATIONS = 8
 """Operations per copy of a segment's saved tensors (about a dozen storages are recorded), and per transfer to or from
 disk."""
-LEAN_OPERATIONS = 24
-"""Operations per block for recording its operators in forward, and as many again for its rebuilds in backward."""
+RECORD_OPERATIONS, REBUILD_OPERATIONS = 90, 50
+"""Operations per block for recording its operators in forward, and for its rebuilds in backward, if it is lean."""
 RESIDENT_OPERATIONS, UPDATE_OPERATIONS, STREAMED_OPERATIONS, NVME_OPERATIONS = 2, 3, 4, 5
 """Operations per chunk and step, by path. Resident: norm, update. CPU: these and the upload. Streamed: norm, states in,
 update, states out. NVMe: all of these."""
@@ -80,11 +80,13 @@ def forward_work(work: Workload, blocks: Blocks, streaming: Streaming = RESIDENT
     """Work of one forward pass. Each moved block adds a copy out (and a write if it goes to NVMe), each streamed
     segment a copy in (and a read if its home is on NVMe)."""
     shape, batches = work.shape, work.alive(streaming)
-    saved = (FORWARD_PASSES * _weighed_bytes(work) + shape.parameter_bytes) / shape.compute_bytes
-    moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme) + _lean_operations(work, blocks)
+    saved = FORWARD_PASSES * _weighed_bytes(work) + shape.parameter_bytes
+    # The host hashes what it will rebuild from, which is half of what a rebuild reads and writes.
+    hashed = rebuilding_bytes(work, blocks) / 2 if work.in_place else 0
+    moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme) + RECORD_OPERATIONS * _lean_blocks(work, blocks)
     return ComputeWork(
         flops=batches * work.forward_flops,
-        values=batches * (saved + LOGIT_VALUES * work.tokens * shape.vocab_size),
+        values=batches * ((saved + hashed) / shape.compute_bytes + LOGIT_VALUES * work.tokens * shape.vocab_size),
         operations=batches * (FORWARD_OPERATIONS * shape.num_tensors + moved)
         + MOVED_OPERATIONS * _loads(work, streaming),
     )
@@ -97,9 +99,10 @@ def backward_work(
     shape, batches = work.shape, work.alive(streaming)
     recomputed = (blocks.moved, blocks.moved + blocks.recomputed)
     saved = BACKWARD_PASSES * _weighed_bytes(work) + FORWARD_PASSES * work.sum_of("saved", *recomputed)
+    saved += rebuilding_bytes(work, blocks) if work.in_place else 0
     gradients = BACKWARD_OPERATIONS * (1.0 + optimizer.updated_by_cpu) * num_chunks(work, optimizer)
     again = FORWARD_OPERATIONS * shape.num_tensors * blocks.recomputed / shape.num_segments
-    moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme) + _lean_operations(work, blocks)
+    moved = MOVED_OPERATIONS * (blocks.moved + blocks.nvme) + REBUILD_OPERATIONS * _lean_blocks(work, blocks)
     return ComputeWork(
         flops=batches * (work.backward_flops + work.sum_of("flops", *recomputed)),
         values=batches * (saved + 2 * shape.parameter_bytes) / shape.compute_bytes,
@@ -107,8 +110,19 @@ def backward_work(
     )
 
 
-def _lean_operations(work: Workload, blocks: Blocks) -> int:
-    return LEAN_OPERATIONS * (blocks.num_layers - blocks.recomputed) * work.lean
+def _lean_blocks(work: Workload, blocks: Blocks) -> int:
+    return (blocks.num_layers - blocks.recomputed) * work.lean
+
+
+def rebuilding_bytes(work: Workload, blocks: Blocks) -> int:
+    """Bytes that backward of one micro-batch reads and writes to rebuild what is not held."""
+    first, end = blocks.moved, blocks.moved + blocks.recomputed
+    return work.sum_of("rebuilding", 0, first) + work.sum_of("rebuilding", end, blocks.num_layers)
+
+
+def rebuilding_on_device(work: Workload, blocks: Blocks) -> int:
+    """The same for a device with its own memory; on a CPU they are values like those of other operators."""
+    return 0 if work.in_place else rebuilding_bytes(work, blocks)
 
 
 def _weighed_bytes(work: Workload) -> float:

@@ -71,7 +71,7 @@ class NodeSpec:
     """Bytes that the drives are rated for in their lifetime; 0: unknown."""
     bfloat16_values_per_second: float = math.inf
     """Values that operations other than matrix products read and write per second in bfloat16 training; inf: part of
-    the FLOP rate, as in the catalog."""
+    the FLOP rate, as for GPUs of the catalog."""
     float32_values_per_second: float = math.inf
     operation_overhead_seconds: float = 0.0
     """Fixed cost of handing one piece of work to a kernel or a lane; compute_work.py counts them."""
@@ -155,6 +155,8 @@ def local_node(num_cores: int, device_bytes: int, host_bytes: int, nvme_bytes: i
         device_bytes=device_bytes,
         bfloat16_flops_per_second=node.bfloat16_flops_per_second * share,
         float32_flops_per_second=node.float32_flops_per_second * share,
+        bfloat16_values_per_second=node.bfloat16_values_per_second * share,
+        float32_values_per_second=node.float32_values_per_second * share,
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
         nvme_rated_bytes=0.0,  # the drive is unknown
@@ -205,6 +207,9 @@ def _node(name: str) -> NodeSpec:
         device_bytes=int(device["memory_bytes"] - device["reserved_bytes"]),
         bfloat16_flops_per_second=device["bfloat16_flops_per_second"] * cores,
         float32_flops_per_second=device["float32_flops_per_second"] * cores,
+        bfloat16_values_per_second=device.get("bfloat16_values_per_second", math.inf) * cores,
+        float32_values_per_second=device.get("float32_values_per_second", math.inf) * cores,
+        operation_overhead_seconds=device.get("operation_overhead_seconds", 0.0),
         device_bytes_per_second=device["memory_bytes_per_second"],
         link=Link(
             links["h2d_bytes_per_second"],

@@ -33,7 +33,13 @@ from itertools import combinations
 
 from spillway.metrics import Phase
 from spillway.plan import OptimizerPlan, Policy, Prediction
-from spillway.planning.compute_work import ComputeWork, backward_work, forward_work, update_work
+from spillway.planning.compute_work import (
+    ComputeWork,
+    backward_work,
+    forward_work,
+    rebuilding_on_device,
+    update_work,
+)
 from spillway.planning.footprint import (
     cpu_accumulated,
     recomputed_input_bytes,
@@ -163,7 +169,7 @@ def backward_loads(
     accumulate = gradients * (work.shape.trained_bytes + 2 * FLOAT32_BYTES)
     return {
         Resource.COMPUTE: backward_work(work, blocks, optimizer, streaming).seconds(rates)
-        + batches * rebuilding_bytes(work, blocks) / rates.device,
+        + batches * rebuilding_on_device(work, blocks) / rates.device,
         Resource.H2D: back / rates.h2d,
         Resource.READ: read / rates.read if read else 0.0,
         Resource.D2H: down / rates.d2h,
@@ -209,12 +215,6 @@ def quantizing_bytes(work: Workload) -> int:
 def moved_bytes(work: Workload, blocks: Blocks) -> int:
     """Bytes of activations of one micro-batch that leave the device."""
     return work.sum_of("moved", 0, blocks.moved)
-
-
-def rebuilding_bytes(work: Workload, blocks: Blocks) -> int:
-    """Bytes that backward of one micro-batch reads and writes on the device to rebuild what is not held."""
-    first, end = blocks.moved, blocks.moved + blocks.recomputed
-    return work.sum_of("rebuilding", 0, first) + work.sum_of("rebuilding", end, blocks.num_layers)
 
 
 def spilled_bytes(work: Workload, blocks: Blocks) -> int:
@@ -566,7 +566,7 @@ def amounts(
         Phase.BACKWARD: (
             num_passes, backward_loads(work, ONE, blocks, optimizer, streaming),
             backward_work(work, blocks, optimizer, streaming),
-            num_passes * work.alive(streaming) * rebuilding_bytes(work, blocks),
+            num_passes * work.alive(streaming) * rebuilding_on_device(work, blocks),
         ),
         Phase.OPTIMIZER: (1, update, update_work(work, optimizer), update[Resource.COMPUTE]),
         Phase.EXCHANGE: (1, exchange_loads(work, ONE, cpu_accumulated(work, optimizer, streaming)), ComputeWork(), 0.0),

@@ -7,7 +7,6 @@ probe   a process with torch measures (spillway_trainer.probe) -> medians and fi
 from __future__ import annotations
 
 import json
-import math
 import platform
 import re
 import statistics
@@ -282,8 +281,12 @@ def priced(node: NodeSpec, prices: MeasuredPrices) -> NodeSpec:
     )
 
 
+FREE = 1e18
+"""Rate of what has no price of its own; a profile can hold it, which it cannot an infinite one."""
+
+
 def inverse(price: float) -> float:
-    return 1.0 / price if price else math.inf
+    return 1.0 / price if price else FREE
 
 
 def price_texts(node: NodeSpec) -> list[tuple[str, str]]:
@@ -342,7 +345,7 @@ def bytes_per_second(rate: float) -> str:
 
 
 def values_per_second(rate: float) -> str:
-    return f"{format_count(rate)} values/s" if math.isfinite(rate) else "included in the FLOP rates"
+    return f"{format_count(rate)} values/s" if rate < FREE else "included in the FLOP rates"
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from ..saved_tensors import ForwardVisit, Handle, Packed, Packer, SavedParameter
 from ..tiers.arena import TORCH_ALIGNMENT_BYTES
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
 from .lean import REPLAYABLE, Cost, Operator, TensorLayout, is_cheap, total
-from .records import counted_with, empty, origin, share_counter, storage_bytes
+from .records import counted_with, empty, origin, share_counter
 
 SMALL_BYTES = 64 << 10
 """Operands up to this size are copied: weights of norms, statistics of rows. Later changes to them do not matter."""
@@ -128,12 +128,10 @@ def checksum(tensor: Tensor) -> int:
     if tensor.device.type != "cpu":
         return 0
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if span > tensor.numel():  # has gaps, which may belong to other tensors
-        tensor, span = tensor.contiguous(), tensor.numel()
-    start = tensor.storage_offset() * tensor.itemsize
-    values = storage_bytes(tensor)[start : start + span * tensor.itemsize]
+    if span != tensor.numel():  # has gaps, which may belong to other tensors, or repeats values
+        tensor = tensor.contiguous()
     # Not through numpy: torch then regards the storage as one that others may write into.
-    return xxhash.xxh3_64_intdigest(native.bytes_of(values))
+    return xxhash.xxh3_64_intdigest(native.bytes_of(tensor))
 
 
 class Pin:

@@ -363,8 +363,8 @@ def copy_batch(pairs: Sequence[tuple[Tensor, Tensor]], *, num_threads: int = 1) 
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a uint8 tensor, valid as long as it lives."""
-    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+    """Returns the bytes of a tensor without gaps, from its first value on; valid as long as it lives."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def crc32c(tensor: Tensor) -> int:

@@ -181,7 +181,8 @@ def test_the_grace_period_has_room_for_a_slow_step_and_a_checkpoint() -> None:
     decided = plan(changes)
     slow = decided.model_copy(update={"prediction": decided.prediction.model_copy(update={"step_seconds": 100.0})})
     spec = job(changes).spec
-    assert pods.grace_seconds(spec, slow) - pods.grace_seconds(spec, decided) == pytest.approx(300, abs=3)
+    slower = pods.STEP_PATIENCE * (100.0 - decided.prediction.step_seconds)
+    assert pods.grace_seconds(spec, slow) - pods.grace_seconds(spec, decided) == pytest.approx(slower, abs=1)
     assert pods.grace_seconds(spec, decided) > pods.GRACE_SECONDS
 
 
