@@ -235,9 +235,11 @@ RATIOS = {
 
 def contestants(ring: Ring, cell: Cell, half_bytes: str) -> dict[str, Callable[[Mapping[str, Any]], Contestant]]:
     half = {**ROOM, "device": half_bytes, "host": "8Mi"}  # on a CPU, host memory is the device's memory, too
+    # The job seems to last for weeks, so the limit of drive writes would keep its activations off the drive.
+    spilling = {"budget": half, "advanced": RESIDENT, "endurance": {"driveWritesPerDay": "1000"}}
     return {
         "plain": lambda model: ring.ours(cell, "plain", {"mode": "Disabled", "budget": ROOM}, model),
-        "half": lambda model: ring.ours(cell, "half", {"budget": half, "advanced": RESIDENT}, model),
+        "half": lambda model: ring.ours(cell, "half", spilling, model),
         "offloaded": lambda model: ring.ours(cell, "offloaded", {"budget": ROOM, "advanced": OFFLOADED}, model),
         "torch": lambda model: ring.rival(cell, "torch", model, loop="torch"),
         "torch default": lambda model: ring.rival(cell, "torch default", model, loop="torch", pool=False),
