@@ -27,13 +27,14 @@ from typing import Any
 import pytest
 
 from cases.job_documents import job
+from cases.nodes import products_only
 from harness import peak_run
 from harness.depth import FULL
 from harness.places import IMPORTABLE
 from spillway.api.job_file import JobFile
 from spillway.api.training_job import TrainingJob
 from spillway.plan import MemoryPlan, Policy, Tier
-from spillway.planning.hardware import NodeSpec, local_node
+from spillway.planning.hardware import NodeSpec
 from spillway.planning.planner import make_plan
 from spillway.units import GIB, MIB
 from spillway_trainer.kernels import native
@@ -41,7 +42,7 @@ from spillway_trainer.kernels import native
 pytestmark = pytest.mark.ci
 
 TOLERANCE = 0.10
-NODE = local_node(1, 8 * GIB, 8 * GIB, 16 * GIB)
+NODE = products_only(1, 8 * GIB, 8 * GIB, 16 * GIB)
 SLOW_LINK = replace(NODE, link=replace(NODE.link, h2d_bytes_per_second=1e7))
 """a node on which loading parameters is expensive, so that many micro-batches share each load"""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -15,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cases.job_documents import LLAMA_70B, job
+from cases.nodes import products_only
 from harness.depth import at, examples
 from harness.places import ROOT
 from spillway.api.load import load_job
@@ -33,15 +33,7 @@ from spillway.units import MIB, parse_quantity
 
 GIB = 1 << 30
 PRICED = local_node(2, 4 * GIB, 4 * GIB, 64 * GIB)
-LOCAL = replace(
-    PRICED,
-    bfloat16_flops_per_second=360e9,
-    float32_flops_per_second=200e9,
-    bfloat16_values_per_second=math.inf,
-    float32_values_per_second=math.inf,
-    operation_overhead_seconds=0.0,
-)
-"""only matrix products take time"""
+LOCAL = products_only(2, 4 * GIB, 4 * GIB, 64 * GIB)
 SLOW = replace(LOCAL, bfloat16_flops_per_second=1e10)
 """too slow to recompute anything"""
 SMALL_HEAD = {"spec.model.config.vocabSize": 512, "spec.model.config.numLayers": 8}
