@@ -54,8 +54,8 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 LEAST = {"ci": Depth.CI, "full": Depth.ALL}
 ALONE = "tests/cluster/alone/"
 HANG_SECONDS = at(900, 1800, 4 * 3600)
-"""time after which a test is taken to wait for something that never comes; the longest test takes a minute or two, but
-ten times as long on a CPU without bfloat16 instructions"""
+"""time after which a test is taken to wait for something that never comes; the longest test takes a minute or two, and
+several times as long on a busy machine"""
 FOLDERS = ("cluster", "local", "faults", "parity", "contract", "unit")
 """in the order in which they run: the many short files of the last ones fill workers that have finished the long
 files"""
