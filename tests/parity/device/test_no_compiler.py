@@ -42,7 +42,8 @@ def test_a_cuda_attempt_needs_no_compiler(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     path = os.pathsep.join(map(str, (packages, ROOT / "operator", installed.parent)))
     given = fake_cuda.copied(tmp_path / "fake", tmp_path / "fake", path)
-    environment = {"HOME": str(tmp_path), "PATH": str(tmp_path / "nothing"), **given}
+    instructions = {name: value for name, value in os.environ.items() if name.startswith("ONEDNN_")}
+    environment = {"HOME": str(tmp_path), "PATH": str(tmp_path / "nothing"), **given, **instructions}
     device_attempts.write_contract(root, "spread", "llama")
     interpreter = Path(sys.executable).resolve()  # not that of the environment, which finds this checkout's modules
     command = [str(interpreter), "-P", "-m", "spillway_trainer", str(root)]
