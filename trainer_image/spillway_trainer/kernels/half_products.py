@@ -51,17 +51,13 @@ def _call(
     return replacement(partial(original, keys), *given, **named)
 
 
-def _product(dims: int, original: Kernel, left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Any:
-    """`mm` and `bmm`: [B, M, K] x [B, K, N] -> [B, M, N], or without B."""
-    shape = _shape(dims, left, right)
-    if out is None:
-        result = left.new_empty(shape) if shape else original(left, right)
-    elif shape is None or out.shape != shape or out.dtype != left.dtype:
-        shape, result = None, original(left, right, out=out)
-    else:
-        result = out
-    if shape:
-        _multiply(None, _batch(left), _batch(right), _batch(result), 0, 1)
+def _product(dims: int, original: Kernel, left: Tensor, right: Tensor, **named: Tensor) -> Any:
+    """`mm` and `bmm`: [B, M, K] x [B, K, N] -> [B, M, N], or without B. `named`: `out`, if it is given."""
+    shape, out = _shape(dims, left, right), named.get("out")
+    if shape is None or (out is not None and (out.shape, out.dtype) != (shape, left.dtype)):
+        return original(left, right, **named)
+    result = left.new_empty(shape) if out is None else out
+    _multiply(None, _batch(left), _batch(right), _batch(result), 0, 1)
     return result
 
 
