@@ -24,10 +24,6 @@ Json = dict[str, Any]
 GROUP = "spillway-alerts"
 PAGE = "docs/runbooks.md"
 FOREIGN = {
-    "kube_node_status_condition": "kube-state-metrics",
-    "kube_pod_spec_volumes_persistentvolumeclaims_info": "kube-state-metrics",
-    "kubelet_volume_stats_available_bytes": "kubelet",
-    "kubelet_volume_stats_capacity_bytes": "kubelet",
     "node_filesystem_avail_bytes": "node-exporter",
     "node_filesystem_size_bytes": "node-exporter",
 }
@@ -38,6 +34,8 @@ SILENT_SECONDS = 600
 """without a step"""
 CHECKPOINT_SECONDS = 3600
 """without a checkpoint"""
+CHECKPOINT_VOLUME_FREE = 0.1
+"""share of the volume"""
 DEVICE_SHARE = 0.9
 """of a rank's device budget, at its peak"""
 GOODPUT = 0.5
@@ -131,34 +129,12 @@ def ended(kind: str, window: str) -> str:
     return growth(OF_A_JOB, metrics.OPERATOR_JOB_ENDED_ATTEMPTS, window, kind=kind)
 
 
-def checkpoint_volume_free() -> str:
-    """Share of each claim that pods of a job mount."""
-    claim, trainer = (NAMESPACE_LABEL, "persistentvolumeclaim"), (NAMESPACE_LABEL, "pod")
-    free, size, mounted = (
-        rules.by_object(rules.not_of_trainers(series), labels)
-        for series, labels in (
-            ("kubelet_volume_stats_available_bytes", claim),
-            ("kubelet_volume_stats_capacity_bytes", claim),
-            ("kube_pod_spec_volumes_persistentvolumeclaims_info", (*trainer, "persistentvolumeclaim")),
-        )
-    )
-    job = f"max by ({', '.join(trainer)}, {JOB_LABEL}) ({metrics.RANK_UP.name} * 0 + 1)"
-    of_jobs = f"{mounted} * on ({', '.join(trainer)}) group_left ({JOB_LABEL}) {job}"
-    claims = f"max by ({', '.join(claim)}, {JOB_LABEL}) ({of_jobs})"
-    return f"{claims} * on ({', '.join(claim)}) group_left () ({free} / {size})"
-
-
 def spill_drive_free() -> str:
     """Of the drives that our node exporter knows, or of the file systems of the Prometheus project's."""
     mounts = f'mountpoint=~"{"|".join(signals.MOUNT_POINTS)}"'
     ours = [signals.of_nodes(metric.name) for metric in (metrics.NODE_DISK_FREE, metrics.NODE_DISK_TOTAL)]
     theirs = [signals.of_nodes(series, mounts) for series in (signals.DISK_SERIES, "node_filesystem_size_bytes")]
     return signals.worst("min", "node", *(f"{free} / {size}" for free, size in (ours, theirs)))
-
-
-def node_not_ready() -> str:
-    ready = rules.not_of_trainers("kube_node_status_condition", 'condition="Ready"', 'status="true"')
-    return f"{rules.by_object(ready, ('node',))} == 0"
 
 
 def device_tight() -> str:
@@ -288,10 +264,9 @@ STORAGE = (
     ),
     Alert(
         "SpillwayCheckpointVolumeFull", "critical", "5m",
-        f"{checkpoint_volume_free()} < 0.1",
-        "claim NAMESPACE/{{ $labels.persistentvolumeclaim }}, which JOB uses, has {{ $value | humanizePercentage }} "
-        "free space",
-        "kubectl describe persistentvolumeclaim CLAIM -n NAMESPACE",
+        f"min by ({OF_A_JOB}) ({metrics.CHECKPOINT_VOLUME_FREE.name}) < {CHECKPOINT_VOLUME_FREE}",
+        "the volume with the checkpoints of NAMESPACE/JOB has {{ $value | humanizePercentage }} free space",
+        DESCRIBE,
     ),
     Alert(
         "SpillwaySpillDriveFull", "warning", "5m",
@@ -319,13 +294,7 @@ STORAGE = (
 
 NODES = (
     Alert(
-        "SpillwayNodeLost", "critical", "2m",
-        f"{node_not_ready()} and on (node) {TRAINER_NODES}",
-        "node NODE, which runs trainers, is not ready",
-        "kubectl describe node NODE",
-    ),
-    Alert(
-        "SpillwayAttemptsLost", "warning", "1m",
+        "SpillwayNodeLost", "warning", "1m",
         rate(NAMESPACE_LABEL, metrics.OPERATOR_ATTEMPTS_ENDED, "1h", reason=NODE_LOST) + " > 0",
         "an attempt in namespace NAMESPACE lost its node within the last hour",
         "kubectl get nodes",

@@ -194,6 +194,7 @@ SAFETY = Row(
             "Seconds since the last checkpoint: the work that a crash now would cost.",
             "s",
             (Query(age(metrics.CHECKPOINT_TIMESTAMP), "age"),),
+            width=6,
             bad_above=alerts.CHECKPOINT_SECONDS,
         ),
         Panel(
@@ -201,6 +202,15 @@ SAFETY = Row(
             "Number of steps that would be trained again after a crash now.",
             "short",
             (Query(f"{once(metrics.STEP)} - {once(metrics.CHECKPOINT_STEP)}", "steps"),),
+            width=6,
+        ),
+        Panel(
+            "Free space for checkpoints",
+            "Free share of the volume with the checkpoints, after the last one was written.",
+            "percentunit",
+            (Query(once(metrics.CHECKPOINT_VOLUME_FREE), "free"),),
+            width=6,
+            bad_below=alerts.CHECKPOINT_VOLUME_FREE,
         ),
         Panel(
             "Setbacks",
@@ -216,6 +226,7 @@ SAFETY = Row(
                 ),
                 Query(f"max(increase({of_job(metrics.CHECKPOINTS_MISSED)}[{RANGE}]))", "checkpoints not written"),
             ),
+            width=6,
         ),
     ),
 )

@@ -168,6 +168,11 @@ CHECKPOINT_TIMESTAMP = Metric(
     PREFIX + "checkpoint_last_success_timestamp_seconds", "gauge", "Unix time of the last committed checkpoint."
 )
 CHECKPOINT_STEP = Metric(PREFIX + "checkpoint_step", "gauge", "Step of the last committed checkpoint.")
+CHECKPOINT_VOLUME_FREE = Metric(
+    PREFIX + "checkpoint_volume_free_ratio",
+    "gauge",
+    "Free share of the file system that holds the checkpoints, after the last committed checkpoint.",
+)
 CHECKPOINTS_MISSED = Metric(
     PREFIX + "checkpoints_missed_total", "counter", "Checkpoints that the disk rejected; training goes on."
 )

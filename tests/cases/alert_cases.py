@@ -33,11 +33,7 @@ LOST = 'spillway_operator_attempts_ended_total{namespace="team",reason="NodeLost
 RESTARTS, MEMORY = (
     f'spillway_operator_job_ended_attempts{{{JOB},kind="{kind}",pod="operator-0"}}' for kind in ("restart", "memory")
 )
-NODE_READY = 'kube_node_status_condition{node="node-a",condition="Ready",status="true"}'
-CLAIM_FREE, CLAIM_SIZE = (
-    f'kubelet_volume_stats_{what}_bytes{{namespace="team",persistentvolumeclaim="saved"}}'
-    for what in ("available", "capacity")
-)
+VOLUME_FREE = f"spillway_checkpoint_volume_free_ratio{{{TRAINER}}}"
 DRIVE_FREE, DRIVE_SIZE, DRIVE_WEAR = (
     f'spillway_node_disk_{what}{{node="node-a",mountpoint="/nvme",storage_class="fast",drive="nvme0n1"}}'
     for what in ("free_bytes", "total_bytes", "wear_ratio")
@@ -73,12 +69,7 @@ HEALTHY: Series = {
     LOST: "0x600",
     RESTARTS: "2x600",
     MEMORY: "2x600",
-    NODE_READY: "1x600",
-    'kube_pod_spec_volumes_persistentvolumeclaims_info{namespace="team",pod="demo-0",persistentvolumeclaim="saved"}': (
-        "1x600"
-    ),
-    CLAIM_FREE: "50x600",
-    CLAIM_SIZE: "100x600",
+    VOLUME_FREE: "0.5x600",
     DRIVE_FREE: "60x600",
     DRIVE_SIZE: "100x600",
     DRIVE_WEAR: "0.5x600",
@@ -179,8 +170,8 @@ CASES = {
         "team/demo trains, and its last checkpoint is more than an hour old, or there is none", OF_DEMO, at="5h",
     ),
     "SpillwayCheckpointVolumeFull": AlertCase(
-        {CLAIM_FREE: "9x600"}, {CLAIM_FREE: "11x600"},
-        "claim team/saved, which demo uses, has 9% free space", {**OF_DEMO, "persistentvolumeclaim": "saved"},
+        {VOLUME_FREE: "0.09x600"}, {VOLUME_FREE: "0.11x600"},
+        "the volume with the checkpoints of team/demo has 9% free space", OF_DEMO,
     ),
     "SpillwaySpillDriveFull": AlertCase(
         {DRIVE_FREE: "14x600"}, {DRIVE_FREE: "16x600", DISK_FREE: "16x600"},
@@ -197,10 +188,6 @@ CASES = {
         {**OF_DEMO, "node": "node-a", "kind": "write_failed"},
     ),
     "SpillwayNodeLost": AlertCase(
-        {NODE_READY: "1x30 0x600"}, {NODE_READY: "1x38 0x600"},
-        "node node-a, which runs trainers, is not ready", {"node": "node-a"},
-    ),
-    "SpillwayAttemptsLost": AlertCase(
         {LOST: "0x30 1x600"}, {LOST: "7x600"},
         "an attempt in namespace team lost its node within the last hour", {"namespace": "team"},
     ),

@@ -183,6 +183,7 @@ RED = {
     "Oldest plan": "SpillwayPlanningStuck", "Age of the nodes' metrics": "SpillwayPlacementMetricsStale",
     "Certificate valid for": "SpillwayCertificateExpires", "Failed requests": "SpillwayOperatorApiErrors",
     "Rejected reports": "SpillwayReportsRejected", "Watch delay": "SpillwayWatchLags",
+    "Free space for checkpoints": "SpillwayCheckpointVolumeFull",
 }  # fmt: skip
 """panel with a limit -> its alert"""
 OF_NONE = {"Leaders": " == 0", "Nodes avoided": " > 0", "Since the last checkpoint": " < 3600"}

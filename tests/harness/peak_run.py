@@ -128,8 +128,7 @@ def main(here: str, *yardsticks: str) -> None:
     directory = Path(here)
     job, plan = read(directory, "cell")
     native.return_freed_memory()
-    torch.set_num_threads(1)
-    half_products.install()
+    half_products.fix_products(1)
     run(
         *read(directory, "tiny"), Listener()
     ).tiers.close()  # code, kernels and threads are in memory before the baseline

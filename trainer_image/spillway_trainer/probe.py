@@ -149,8 +149,7 @@ def main() -> None:
 
 def as_the_trainer(threads: int) -> None:
     """Sets threads, products and allocator as in a run; importing `environment` in this module did the rest."""
-    torch.set_num_threads(threads)
-    half_products.install()
+    half_products.fix_products(threads)
     native.return_freed_memory()
 
 

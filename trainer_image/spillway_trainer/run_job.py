@@ -67,9 +67,7 @@ def run_job(
 ) -> str:
     """Train to the end; `progress` says how far training came. Returns a sentence about the end; every other end is an
     exception (see ending.py)."""
-    # Fixed before the first forward: the rounding of a matrix product depends on the number of threads.
-    torch.set_num_threads(job.compute_threads)
-    half_products.install()
+    half_products.fix_products(job.compute_threads)
     config.check_world(job, world)
     recorder.preparing("building the model")
     model = build_model(job.spec, job.claims)
@@ -151,9 +149,8 @@ def run_ranks(
                 "are already trained; raise spec.training.epochs"
             )
         exporter = Exporter(
-            job.name,
+            job,
             ranks.world.rank,
-            job.spec.training.num_steps,
             plan,
             assembly.io_backend(),
             assembly.spill_faults,

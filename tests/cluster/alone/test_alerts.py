@@ -1,9 +1,8 @@
 """Faults on the test bed fire their alerts in a real Prometheus, and no other alert unless it is declared inhibited.
 Then the runbook's commands run.
 
-The alerts are FASTER than the chart's: all their durations are divided by it. Alerts on series of kube-state-metrics
-and of the kubelet's volumes (SpillwayNodeLost, claims) are not tested here, because the bed lacks these series;
-tests/contract/test_alerts.py has cases for them.
+The alerts are FASTER than the chart's: all their durations are divided by it. The alert of a lost node is tested where
+nodes are lost, in test_disruption.py.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from shutil import disk_usage
 
 import pytest
 from cryptography import x509
@@ -168,7 +168,9 @@ def test_a_job_that_runs_out_of_memory_again(fast: Bed, spillway: Installed, nam
     fires(fast, "SpillwayJobOutOfMemory", namespace=namespace, training_job="filled")
 
 
-def test_a_checkpoint_volume_that_rejects_writes(fast: Bed, spillway: Installed, namespace: str) -> None:
+def test_a_checkpoint_volume_that_is_almost_full_and_then_rejects_writes(
+    fast: Bed, spillway: Installed, namespace: str
+) -> None:
     folder = fast.claim("one-pod", namespace)
     owner = folder.stat().st_uid
     run(["mount", "-t", "tmpfs", "-o", f"size=512m,uid={owner},gid={owner},mode=2775", "tmpfs", folder])
@@ -176,8 +178,11 @@ def test_a_checkpoint_volume_that_rejects_writes(fast: Bed, spillway: Installed,
         job = named(example("one-pod", namespace, training__steps=LONG, checkpoint__claim="one-pod"), "saves")
         trains(spillway, namespace, job)
         spillway.until(lambda found: "checkpoint" in found["status"], namespace, "saves")
+        of_job = {"namespace": namespace, "training_job": "saves"}
+        run(["fallocate", "-l", str(disk_usage(folder).free - disk_usage(folder).total // 20), folder / "other"])
+        fires(fast, "SpillwayCheckpointVolumeFull", **of_job)
         run(["mount", "-o", "remount,ro", folder])
-        fires(fast, "SpillwayCheckpointNotWritten", namespace=namespace, training_job="saves")
+        fires(fast, "SpillwayCheckpointNotWritten", frozenset({"SpillwayCheckpointVolumeFull"}), **of_job)
         fast.kubectl("delete", "trainingjobs.spillway.dev", "saves", "-n", namespace, "--timeout=120s")
         wait_until(lambda: not spillway.children("pod", namespace, "saves"), why=lambda: "its pod stays", pause=0.5)
     finally:

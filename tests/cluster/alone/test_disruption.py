@@ -281,7 +281,7 @@ def test_what_a_zombie_on_a_lost_node_commits_is_never_resumed(two_nodes: Instal
         spillway.bed.restart(replace(WANTED, second_node=True))
         started = time.monotonic()
         found = lose_a_node(spillway, namespace, len(trials), moments)
-        assert alerted(spillway.bed, "SpillwayAttemptsLost", namespace)
+        assert alerted(spillway.bed, "SpillwayNodeLost", namespace)
         for trial in found:
             print(assert_fenced(spillway, namespace, trial))
         print(f"{time.monotonic() - started:.0f} s")

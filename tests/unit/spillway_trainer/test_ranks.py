@@ -215,8 +215,11 @@ def test_ranks_of_one_machine_meet_where_nobody_else_can_come(address: str, loca
             assert opened.getsockname()[0] == "127.0.0.1"
 
 
+SMALL = local_runs.job_file(Path(), Path("text"), Path("corpus"), 1)
+
+
 def families(rank: int) -> Iterator[tuple[str, dict[str, str]]]:
-    exporter = Exporter("small", rank, 12, local_runs.spread_plan(), "threads")
+    exporter = Exporter(SMALL, rank, local_runs.spread_plan(), "threads")
     exporter.evaluation(2.0)
     for family in exporter.collect():
         for sample in family.samples:
@@ -243,7 +246,7 @@ def test_the_launcher_gives_a_rank_its_metrics_port(monkeypatch: pytest.MonkeyPa
 def test_taken_metrics_port_costs_the_metrics_but_not_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exporter = Exporter("small", 0, 12, local_runs.spread_plan(), "threads")
+    exporter = Exporter(SMALL, 0, local_runs.spread_plan(), "threads")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setenv("SPILLWAY_METRICS_PORT", str(port))

@@ -22,6 +22,12 @@ block takes at most 9 MiB in float32, and its conversion a few percent of the ti
 Kernel = Callable[..., Any]
 
 
+def fix_products(threads: int) -> None:
+    """Fixes what the rounding of products depends on. To be called before the first one."""
+    torch.set_num_threads(threads)
+    install()
+
+
 @cache
 def install() -> None:
     """Replaces torch's products of the types that this CPU cannot multiply, for the rest of the process."""

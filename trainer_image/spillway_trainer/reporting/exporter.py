@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from shutil import disk_usage
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from spillway import metrics
+from spillway.api.job_file import JobFile
 from spillway.api.progress import MemberProgress, steps_of
 from spillway.errors import UserError
 from spillway.metrics import StepMetrics
@@ -37,9 +40,8 @@ class Exporter(Collector):
 
     def __init__(
         self,
-        job: str,
+        job: JobFile,
         rank: int,
-        num_steps: int,
         plan: MemoryPlan,
         io_backend: str,
         spill_faults: Callable[[], Mapping[str, int]] = dict,
@@ -51,11 +53,13 @@ class Exporter(Collector):
         self._missed_checkpoints = missed_checkpoints
         self._spill_file_bytes = spill_file_bytes
         self._spill_faults = spill_faults
-        self._job, self._rank, self._num_steps, self._plan, self._io_backend = job, rank, num_steps, plan, io_backend
+        self._job, self._num_steps, self._checkpoints = job.name, job.spec.training.num_steps, job.checkpoint_directory
+        self._rank, self._plan, self._io_backend = rank, plan, io_backend
         self._last: StepMetrics | None = None
         self._last_time = 0.0
         self._evaluation_loss: float | None = None
         self._checkpoint: tuple[int, float] | None = None
+        self._volume_free: float | None = None
         self._totals = Totals()
         self._members: tuple[MemberProgress, ...] = ()
         self._best = ""
@@ -88,6 +92,9 @@ class Exporter(Collector):
 
     def checkpoint(self, step: int) -> None:
         self._checkpoint = (step, time.time())
+        with suppress(OSError):
+            volume = disk_usage(self._checkpoints)
+            self._volume_free = volume.free / volume.total
 
     def member_checkpoint(self, member: str, step: int) -> None:
         self.checkpoint(step)
@@ -117,6 +124,8 @@ class Exporter(Collector):
             step, committed = self._checkpoint
             yield from self._gauge(metrics.CHECKPOINT_STEP, step)
             yield from self._gauge(metrics.CHECKPOINT_TIMESTAMP, committed)
+        if self._volume_free is not None:
+            yield from self._gauge(metrics.CHECKPOINT_VOLUME_FREE, self._volume_free)
         if self._last is not None:
             yield from self._step_series(self._last)
 

@@ -14,8 +14,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from spillway.api.job_file import JobFile
 from spillway.api.sweep.halving import METRIC_WORDS, Contender, Standing, standing
 from spillway.api.sweep.members import member_job, member_spec
@@ -57,8 +55,7 @@ def run_sweep(
 ) -> str:
     """Trains all members to their ends and returns a sentence about the end; `progress` counts the steps of all. Any
     other end of the attempt is an exception (see ending.py): if every member failed, the error of the first one."""
-    torch.set_num_threads(job.compute_threads)
-    half_products.install()
+    half_products.fix_products(job.compute_threads)
     check(job, plan, world)
     sweep = Sweep(job, plan, recorder, progress, stop)
     with ExitStack() as opened:
@@ -107,9 +104,8 @@ class Sweep:
     def run(self) -> str:
         self._begin()
         exporter = Exporter(
-            self.job.name,
+            self.job,
             0,
-            self.job.spec.training.num_steps,
             self.plan,
             "none",
             missed_checkpoints=lambda: sum(one.recorder.num_missed for one in self.members.values()),

@@ -14,8 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from spillway.api.sweep.members import member_job
 from spillway.errors import ExitCode, Preempted, SpillwayError
 from spillway.metrics import StepMetrics
@@ -91,8 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         stop.listen()
         start: Start = sweep.receive()
-        torch.set_num_threads(start.job.compute_threads)
-        half_products.install()
+        half_products.fix_products(start.job.compute_threads)
         num_cores = max(1, usable_cores(Path("/")) // start.plan.member_devices)
         if start.plan.device == "Cpu":
             os.sched_setaffinity(0, cores_of(start.device, start.plan.member_devices, os.sched_getaffinity(0)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,9 +39,15 @@ def step(tokens: int = 100, skipped: bool = False, loss: float = 2.5, loss_scale
     )
 
 
-def new_exporter() -> Exporter:
+def new_exporter(checkpoints: str = "/") -> Exporter:
+    job = local_runs.job_file(Path(), Path("text"), Path("corpus"), 1)
     return Exporter(
-        "small", 0, 12, local_runs.spread_plan(), "threads+O_DIRECT", lambda: {"write_failed": 2}, lambda: 80
+        job.model_copy(update={"checkpoint_directory": checkpoints}),
+        0,
+        local_runs.spread_plan(),
+        "threads+O_DIRECT",
+        lambda: {"write_failed": 2},
+        lambda: 80,
     )
 
 
@@ -84,6 +92,17 @@ def test_every_declared_metric_but_the_launchers_is_exported_and_no_other(loss_s
     samples = scrape(exporter)
     assert names(samples) == {metric.name for metric in metrics.ALL if metric is not metrics.RANK_UP}
     assert samples[metrics.LOSS_SCALE.name, (("training_job", "small"),)] == (loss_scale or 1.0)
+
+
+def test_the_volume_of_checkpoints_is_measured_after_each(tmp_path: Path) -> None:
+    exporter = new_exporter(str(tmp_path / "checkpoints"))
+    exporter.checkpoint(6)
+    assert metrics.CHECKPOINT_VOLUME_FREE.name not in names(scrape(exporter)), "no checkpoint is there to ask about"
+    (tmp_path / "checkpoints").mkdir()
+    exporter.checkpoint(12)
+    free = scrape(exporter)[metrics.CHECKPOINT_VOLUME_FREE.name, (("training_job", "small"),)]
+    volume = os.statvfs(tmp_path)
+    assert free == pytest.approx(volume.f_bavail / volume.f_blocks, rel=0.01)
 
 
 def test_sweep_exports_series_per_member_and_sums_their_steps() -> None:
