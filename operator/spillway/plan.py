@@ -23,6 +23,13 @@ fragment."""
 SLAB_EXTRA_BYTES = 2**20
 """Bytes added to every slab in addition, for slabs of only a few pages."""
 
+PLAN_AGAIN = (
+    "the plan was made by another version of Spillway or for other code, or it was edited. Start spillway run again, "
+    "which makes a new plan; in a cluster, create a new TrainingJob, with a trainer image of the operator's version "
+    "(spec.pod.image)"
+)
+"""Ends the messages about a plan that this trainer cannot execute."""
+
 
 class Tier(StrEnum):
     """Where bytes live, ordered from the tier nearest to the device to the farthest; code relies on this order."""

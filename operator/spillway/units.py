@@ -128,6 +128,6 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
-def counted(count: int, thing: str) -> str:
+def counted(count: int, thing: str, ending: str = "s") -> str:
     """1 -> "1 file", 2 -> "2 files"."""
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}{ending}"

@@ -259,7 +259,8 @@ def chosen(checkpoints: Path, step: int | None) -> tuple[Path, list[str]]:
         newest = checkpoint_directory.choose_resume(checkpoints)
         if newest.checkpoint is None:
             raise UserError(
-                f"{checkpoints}: has no checkpoint yet; `spillway run` writes one when it ends or is stopped"
+                f"{checkpoints}: no checkpoint yet; one is written every spec.checkpoint.everySteps steps, and when "
+                "training ends or is stopped"
             )
         return newest.checkpoint.path, [str(problem) for problem in newest.passed_over]
     kept = [one for one in checkpoint_directory.list_checkpoints(checkpoints) if one.in_lineage]

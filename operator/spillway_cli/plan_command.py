@@ -17,9 +17,9 @@ from spillway.api.load import load_job
 from spillway.errors import ExitCode
 from spillway.feedback.profiles import rates_sentence
 from spillway.plan import Infeasible, MemoryPlan, Prediction, Tier, Turns
-from spillway.planning.explain import endurance
+from spillway.planning.explain import TOO_MANY_WRITES, endurance
 from spillway.planning.planner import Overrides, make_plan
-from spillway.units import format_bytes, format_rough_seconds
+from spillway.units import counted, format_bytes, format_rough_seconds
 from spillway_operator.decide.acceptance import refusal
 
 from .console import message_console, print_result, result_console, status_if_slow, table
@@ -94,13 +94,13 @@ def show(console: Console, decided: MemoryPlan | Infeasible, rates: str, values:
 def _show_plan(console: Console, plan: MemoryPlan, rates: str, values: Values) -> None:
     ranks = f"{plan.world_size} ranks, {plan.strategy}" if plan.world_size > 1 else "1 rank"
     ranks, each = (f"{plan.member_devices} devices", "device") if plan.member_devices > 1 else (ranks, "rank")
-    batches = f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
-    console.print(f"{plan.job} on {plan.node}: {ranks}, {batches} a step; bytes of one {each}:")
+    batches = f"{counted(plan.num_micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"
+    console.print(f"{plan.job} on {plan.node}: {ranks}, {batches} per step; bytes of one {each}:")
     console.print(tier_table(plan))
     console.print(
-        f"\nprocesses need {format_bytes(plan.process_bytes)} of host memory in addition to the plan (interpreter, "
-        "libraries, page cache, checkpoint buffers); the machine needs "
-        f"{format_bytes(plan.machine_bytes)}: the sum, or the memory to tokenize the text if that is more"
+        f"\nthe machine needs {format_bytes(plan.machine_bytes)} of memory: {format_bytes(plan.process_bytes)} for the "
+        "processes (interpreter, libraries, page cache, checkpoint buffers), the rest for the plan of all ranks, or to "
+        "tokenize the text if that needs more"
     )
     if plan.turns is not None:
         console.print()
@@ -176,7 +176,8 @@ def _show_prediction(console: Console, plan: MemoryPlan, rates: str) -> None:
 
 
 def _show_infeasible(console: Console, decided: Infeasible) -> None:
-    console.print(f"{decided.job} does not fit on {decided.node}. The nearest plan lacks, per rank:")
+    why = "The plan that comes closest lacks, per rank:" if decided.missing_bytes else f"Reason: {TOO_MANY_WRITES}."
+    console.print(f"{decided.job} does not fit on {decided.node}. {why}")
     made = table("", *decided.missing_bytes)
     made.add_row("missing", *(format_bytes(amount) for amount in decided.missing_bytes.values()), style="bold")
     made.add_row("budget", *(format_bytes(decided.budget[tier]) for tier in decided.missing_bytes))

@@ -672,15 +672,15 @@ RULE_CASES: dict[tuple[str, str, int], RuleCase] = {
         {"spec.memory.budget.host": "2Gi", "spec.spill.storageClassName": "fast", "spec.checkpoint.claim": "other"},
         {"spec.suspend": False, "spec.memory.budget.host": "2Gi", "spec.checkpoint.claim": "other",
          **SEARCHED, "spec.objective": {"metric": "Loss"}},
-        ("spec", '["memory", "checkpoint", "search", "objective"] cannot change while suspend is false',
-         "set suspend: true first"),
+        ("spec", '["memory", "checkpoint", "search", "objective"] can change only while the job is suspended',
+         "apply suspend: true alone first"),
         stored={"spec.suspend": True},
         stored_outside={},
     ),
     (TRAINING_JOB.kind, "spec", 1): RuleCase(
         {"spec.training.globalBatchSize": 24, "spec.training.microBatchSize": 2, "spec.parallelism.nodes": 3},
         {"spec.training.globalBatchSize": 20, "spec.training.microBatchSize": 2, "spec.parallelism.nodes": 3},
-        ("spec.training.globalBatchSize", "20 must be a multiple of microBatchSize x nodes x devicesPerNode (6)"),
+        ("spec.training.globalBatchSize", "20 must be a multiple of microBatchSize x ranks (6)"),
     ),
     (TRAINING_JOB.kind, "spec.model", 0): _never_changes("spec.model", "spec.model.config.vocabSize", 1024),
     (TRAINING_JOB.kind, "spec.model", 1): _one_of(

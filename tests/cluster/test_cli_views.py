@@ -114,7 +114,7 @@ def test_doctor_of_who_may_only_view_says_what_they_may_not(viewer: Path, watche
     assert [one["severity"] for one in of_cluster(document, "crds")] == ["ok"], "the OpenAPI is for everybody"
     assert [one["severity"] for one in of_cluster(document, "operator")] == ["note"]
     said = " ".join(one["message"] for one in of_cluster(document, "rights"))
-    assert "you may not create trainingjobs" in said and "you may status, logs" in said
+    assert "you may not create trainingjobs" in said and "you may use spillway status, logs" in said
     assert "you may not create pods" in of_cluster(document, "pods")[0]["message"]
 
 

@@ -83,6 +83,16 @@ def hashes_of_all(directory: Path) -> dict[str, list[str]]:
     return {str(name): tensor_hashes(open_checkpoint(directory / str(name))) for name in names}
 
 
+def test_fewer_steps_than_are_trained_are_an_error(tmp_path: Path) -> None:
+    text = local_runs.write_text(tmp_path / "text")
+    for epoch, steps, code in ((1, 4, ExitCode.COMPLETED), (2, 3, ExitCode.USER_ERROR)):
+        document = local_runs.JOB.replace("TEXT", str(text)).replace("steps: 12", f"steps: {steps}")
+        job = local_runs.job_file(tmp_path, text, tmp_path / "corpus", epoch)
+        job = job.model_copy(update={"spec": parse_job(document, "small job").spec})
+        assert local_runs.complete(job, local_runs.disabled_plan()) == code, local_runs.log_of(tmp_path, epoch)
+    assert "spec.training.steps is 3, but 4 steps are already trained; raise it" in local_runs.log_of(tmp_path, 2)
+
+
 def test_text_to_evaluate_on_may_not_change_between_attempts(tmp_path: Path) -> None:
     text, held = local_runs.write_text(tmp_path / "text"), tmp_path / "held.txt"
     held.write_text("some words that nobody trains on\n" * 40)

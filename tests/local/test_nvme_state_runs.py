@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -162,5 +163,5 @@ def test_full_volume_without_host_room_ends_the_run_and_a_rerun_resumes(
 def test_volume_too_small_for_the_states_is_rejected_before_the_first_step(text: Path, tmp_path: Path) -> None:
     ended = run(tmp_path, ON_NVME.replace("nvme: 32Mi", "nvme: 64Ki"), text)
     assert (ended.code, ended.document["error"]["reason"]) == (4, "DoesNotFit")
-    assert ended.document["error"]["message"].startswith("tiny does not fit this machine: nvme")
+    assert re.match(r"tiny does not fit this machine: [0-9.]+ [KM]iB of NVMe space", ended.document["error"]["message"])
     assert not (tmp_path / "out" / "run.jsonl").exists()

@@ -291,7 +291,9 @@ def test_a_member_on_another_base_than_the_plan_says_is_refused() -> None:
     one, other = (build_model(spec_of(config={"numLayers": layers}, lora={"rank": 4})) for layers in (2, 3))
     frozen = {name: parameter for name, parameter in one.named_parameters() if not parameter.requires_grad}
     tiers = Tiers(DeviceLedger(None), HostSlab(0), None, CpuLanes(HostSlab(0), DeviceLedger(None)))
-    with pytest.raises(UserError, match=r"layers\.2.* is missing from one of the two models .*; plan the job again"):
+    with pytest.raises(
+        UserError, match=r"layers\.2.* is missing from one of the two models .*; the plan was made by another"
+    ):
         adopt(Base(tiers, None, frozen), other)
     tiers.close()
 

@@ -157,7 +157,7 @@ def test_checkpoint_of_another_run_is_refused(changed: str) -> None:
     state = training_state(10)
     now = {field: getattr(state, field) for field in DECIDE}
     check_same_run(state, **now)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="belongs to another run"):
+    with pytest.raises(UserError, match="written under other settings"):
         check_same_run(state, **(now | {changed: "other"}))  # type: ignore[arg-type]
 
 

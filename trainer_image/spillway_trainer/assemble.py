@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from spillway.api.job_file import JobFile
 from spillway.errors import SpillwayError, UserError
-from spillway.plan import SHARE_TOLERANCE, MemoryPlan, Policy, Tier
+from spillway.plan import PLAN_AGAIN, SHARE_TOLERANCE, MemoryPlan, Policy, Tier
 from spillway.planning.workload import LEAN_STRATEGIES, PAGE_BYTES
 
 from . import activation_spill, config, device_check, model_spill, running_statistics
@@ -418,8 +418,8 @@ def refuse_lean(plan: MemoryPlan) -> None:
     else:
         return
     raise UserError(
-        f"the plan of {plan.job} recomputes the outputs of norms and activation functions in backward, but {why}; plan "
-        "the job again (spillway plan)"
+        f"the plan of {plan.job} recomputes the outputs of norms and activation functions in backward, but {why}; "
+        f"{PLAN_AGAIN}"
     )
 
 
@@ -429,8 +429,7 @@ def refuse_streaming(plan: MemoryPlan) -> None:
     if plan.parameters.streams or plan.parameters.order != "InOrder":
         raise UserError(
             f"the plan of {plan.job} has memory.mode Disabled, but it streams parameters, or runs all micro-batches "
-            "through one segment (group of layers) before the next segment, which Disabled cannot do; set "
-            "spec.memory.mode: Auto and plan the job again (spillway plan)"
+            f"through one segment (group of layers) before the next segment, which Disabled cannot do; {PLAN_AGAIN}"
         )
 
 
@@ -539,7 +538,7 @@ def check_cpu_share(plan: MemoryPlan, model: Chain, streamed: Collection[str]) -
         raise UserError(
             f"the plan of {plan.job} streams a share of {fraction:.4f} of the trained parameters, but lets the CPU "
             f"update a share of only {plan.optimizer.updated_by_cpu:.4f}. The CPU must update all streamed parameters, "
-            "because they are stored off the device; plan the job again (spillway plan)"
+            f"because they are stored off the device; {PLAN_AGAIN}"
         )
 
 

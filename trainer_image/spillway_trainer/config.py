@@ -13,7 +13,7 @@ from spillway.api.training import LossScale as LossScaleFields
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
 from spillway.parameter_groups import Group, groups_by_name
-from spillway.plan import MemoryPlan, Policy, Tier
+from spillway.plan import PLAN_AGAIN, MemoryPlan, Policy, Tier
 
 from .models.build import DTYPES
 from .models.chain import Chain
@@ -100,14 +100,11 @@ def check_plan(job: JobFile, plan: MemoryPlan, num_segments: int) -> None:
     if found := [what for what, is_wrong in wrong.items() if is_wrong]:
         raise UserError(
             f"the plan of {plan.job} has {'; '.join(found)}, but the job has {num_segments} segments (groups of "
-            f"layers), a global batch of {spec.training.global_batch_size} sequences and {job.world_size} ranks; plan "
-            "the job again (spillway plan)"
+            f"layers), a global batch of {spec.training.global_batch_size} sequences and {job.world_size} ranks; "
+            f"{PLAN_AGAIN}"
         )
     if plan.device == "Cuda" and plan.strategy == "Zero3":
-        raise UserError(
-            f"the plan of {plan.job} has strategy Zero3 on Cuda devices, where that is Fsdp; plan the job again "
-            "(spillway plan)"
-        )
+        raise UserError(f"the plan of {plan.job} has strategy Zero3 on Cuda devices, where that is Fsdp; {PLAN_AGAIN}")
 
 
 def loop_settings(spec: TrainingJobSpec, plan: MemoryPlan, further_evaluations: Collection[int] = ()) -> LoopSettings:

@@ -17,6 +17,11 @@ LONGEST_TERMINATION = 4096
 """Bytes; the kubelet truncates longer messages, which breaks the JSON."""
 LONGEST_MESSAGE = 2048
 """Most bytes that JSON needs for the message."""
+OFFLOAD_MORE = (
+    "offload more (spec.memory.advanced.activations.policy, spec.memory.advanced.optimizer.placement), or use a "
+    "smaller spec.training.microBatchSize in a new job"
+)
+"""What a user may do if device memory runs out."""
 CRASHED = 1
 """Exit code of an unexpected error, the same as Python's."""
 FOLLOWER = "follower"
@@ -80,9 +85,8 @@ def ending_of(error: BaseException) -> Ending:
     if is_device_out_of_memory(error):
         code = ExitCode.DEVICE_OUT_OF_MEMORY
         found = str(error).partition("\n")[0]
-        return Ending(code.reason, code, f"an allocation on the device failed: {found} Lower "
-                      "spec.training.microBatchSize, or offload more (spec.memory.advanced.activations.policy, "
-                      "spec.memory.advanced.optimizer.placement).")  # fmt: skip
+        message = f"an allocation on the device failed: {found} To need less, {OFFLOAD_MORE}."
+        return Ending(code.reason, code, message)
     if is_device_fault(error):
         code = ExitCode.DEVICE_FAULT
         found = str(error).partition("\n")[0]
@@ -90,8 +94,9 @@ def ending_of(error: BaseException) -> Ending:
                       "and the kernel's log (Xid) say what is wrong with this one.")  # fmt: skip
     if is_out_of_memory(error):
         code = ExitCode.HOST_OUT_OF_MEMORY
-        return Ending(code.reason, code, f"an allocation failed: {error}. Raise the container's memory limit, or lower "
-            "spec.memory.budget.")  # fmt: skip
+        found = str(error) or type(error).__name__
+        return Ending(code.reason, code, f"out of host memory: {found}. Raise the container's memory limit, or lower "
+                      "spec.memory.budget.host (on CPUs, also spec.memory.budget.device).")  # fmt: skip
     return Ending(RANK_CRASHED, CRASHED, f"{type(error).__name__}: {error}")
 
 

@@ -35,9 +35,10 @@ from spillway.errors import UserError
 from spillway.planning.model_shape import ModelShape, Segment
 
 from .corpus.packing import Documents
+from .corpus.tokens import check_tokenizer
 from .ending import LONGEST_TERMINATION
 from .fetch import fetch_all
-from .models.build import build_model
+from .models.build import build_model, source_directory
 from .models.chain import Chain, as_carried, parameter_shape, replace_parameters
 from .segments import writing_nothing
 
@@ -59,6 +60,9 @@ def inspect(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
 
 def _inspected(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
     chain = build_model(spec, claims)
+    if spec.model.source is not None:
+        directory, is_chat = source_directory(spec.model.source, claims), spec.data.chat is not None
+        check_tokenizer(directory, chain.vocab_size, chain.objective, is_chat=is_chat)
     try:
         training = spec.training
         num_micro_batches = training.global_batch_size // training.micro_batch_size if spec.data.packing else 0
@@ -68,7 +72,8 @@ def _inspected(spec: TrainingJobSpec, claims: Mapping[str, str]) -> ModelShape:
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise UserError(
             f"spec.model: the model's forward calls {error.func}, whose result depends on the values of a tensor, so "
-            f"its memory cannot be planned from shapes; use torch.where instead of a boolean index, and no .item()"
+            "its memory cannot be planned from shapes; in a model of your own, use torch.where instead of a boolean "
+            "index, and no .item()"
         ) from error
     except (Exception, SystemExit) as error:
         raise UserError(

@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from spillway.api.job_file import JobFile
-from spillway.api.model import CHATS_NEED_CAUSAL
 from spillway.api.training import EarlyStopping
 from spillway.errors import CheckpointCorrupt, DeviceOutOfMemory, HostOutOfMemory, UserError
 from spillway.plan import MemoryPlan, Tier
@@ -123,7 +122,7 @@ def run_ranks(
     if ranks.world.is_first:
         each = f"{counted(batches.num_sequences, 'sequence')}: {counted(training.num_steps, 'step')}"
         say(recorder, f"{counted(epochs, 'epoch')} of {each}" if epochs else "")
-        for line in batches.said:
+        for line in (*batches.said, longer_than_trained(model, job.spec.training.sequence_length)):
             say(recorder, line)
         say(recorder, batches.evaluated)
     ranks.agree("tokens and their order", batches.fingerprint)
@@ -144,9 +143,11 @@ def run_ranks(
         recorder.preparing(checkpoints.origin)
         checkpoints.resume(progress)
         if progress.step > training.num_steps:
+            asked = counted(training.num_steps, "step")
+            field = f"steps is {training.num_steps}" if epochs is None else f"epochs is {epochs}, which is {asked}"
             raise UserError(
-                f"spec.training.epochs is {epochs}, which is {training.num_steps} steps, but {progress.step} steps "
-                "are already trained; raise spec.training.epochs"
+                f"spec.training.{field}, but {counted(progress.step, 'step')} are already trained; raise it (in a "
+                "cluster, in a new TrainingJob)"
             )
         exporter = Exporter(
             job,
@@ -292,6 +293,16 @@ def prepared_corpus(job: JobFile, model: Chain, ranks: Ranks, recorder: Recorder
         ranks.agree("corpus of every node", "complete")
     assert corpus is not None, "every rank has its turn"
     return corpus
+
+
+def longer_than_trained(model: Chain, sequence_length: int) -> str:
+    limit = model.description.get("config", {}).get("max_position_embeddings")
+    if not isinstance(limit, int) or sequence_length <= limit:
+        return ""
+    return (
+        f"spec.training.sequenceLength {sequence_length} is more than max_position_embeddings {limit} in the model's "
+        "config.json: its pretraining had no such positions"
+    )
 
 
 def say(recorder: Recorder, line: str) -> None:
@@ -585,8 +596,6 @@ def tokenizer_recipe(job: JobFile, objective: TrainingObjective) -> TokenizerRec
     """Returns where the tokenizer comes from: a model or checkpoint to start from has its own; otherwise one is trained
     on the text."""
     source = job.spec.model.source
-    if job.spec.data.chat is not None and objective is not TrainingObjective.CAUSAL:
-        raise UserError(CHATS_NEED_CAUSAL)
     if source is not None:
         return TokenizerRecipe(model_directory=source_directory(source, job.claims))
     start = None if has_corpus(Path(job.corpus_directory)) else start_of(job).checkpoint

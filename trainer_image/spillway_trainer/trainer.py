@@ -453,8 +453,9 @@ def refuse_non_finite(scale: LossScaler, settings: LoopSettings, step: int, loss
     is_the_scales = scale.rule is not None and math.isfinite(loss)
     if not (is_the_scales or settings.skip_non_finite):
         raise NonFinite(
-            f"{found}: not finite. Lower spec.training.optimizer.learningRate, or set spec.training.nonFinite: "
-            "SkipStep to skip steps whose loss or gradients are not finite.",
+            f"{found}: not finite. Continue with a lower spec.training.optimizer.learningRate (in a cluster, in a new "
+            "TrainingJob), or start a new job with spec.training.nonFinite: SkipStep, which skips such steps. A new "
+            "job may begin at a checkpoint of this one (spec.checkpoint.from).",
             step=step,
         )
 
@@ -464,11 +465,11 @@ def what_may_help(scale: LossScaler, loss: float) -> str:
     if not math.isfinite(loss):
         return (
             "the loss itself is not finite, which no loss scale can change. Values of the model may exceed float16's "
-            "range (65504): try spec.model.precision.compute: bfloat16."
+            "range (65504): try spec.model.precision.compute: bfloat16 in a new job."
         )
     lower = "lower spec.training.lossScale.minimum, or " if scale.value > 1.0 else ""
     return (
-        "no smaller scale is tried, but gradients may be finite in a wider type: "
+        "no smaller scale is tried, but gradients may be finite in a wider type: in a new job, "
         f"{lower}set spec.model.precision.compute: bfloat16, which has float32's range and needs no scale."
     )
 

@@ -10,6 +10,9 @@ MANAGER = "spillway.dev/operator"
 """spec.managedBy of jobs that Spillway manages."""
 MIN_TEXT_VOCABULARY = 257
 """Number of tokens of a byte-level tokenizer: one for every byte, and one for the end of text."""
+LORA_LLAMA_HAS_NO_DROPOUT = (
+    "with model.lora, Spillway uses the llama of transformers, which has no dropout; leave dropout out"
+)
 CHAT_NEEDS_SOURCE = "needs model.source: a model whose directory has a tokenizer and its chat template"
 TOKENS_NEED_SOURCE = "needs model.source: a model whose directory has the tokenizer that made the tokens"
 NEEDS_EVALUATION = "needs data.evaluation, because it uses the evaluation loss"

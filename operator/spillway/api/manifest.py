@@ -128,9 +128,10 @@ def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[Fiel
         problems = list(_inspect(node, (), lines))
         document = {} if problems else loader.construct_document(node)
     except yaml.composer.ComposerError as error:
-        _refuse(
-            source, _place(error.problem_mark), "", f"{error.problem or error.context}; write one TrainingJob per file"
-        )
+        problem = "more than one document; write one per file"
+        if error.problem != "but found another document":
+            problem = f"not valid YAML: {(error.context or error.problem or '').removesuffix('; first occurrence')}"
+        _refuse(source, _place(error.problem_mark), "", problem)
     except yaml.MarkedYAMLError as error:
         _refuse(source, _place(error.problem_mark), "", f"not valid YAML: {error.problem or error.context}")
     except RecursionError:
@@ -168,14 +169,14 @@ def _inspect(node: yaml.Node, location: Location, lines: Lines) -> Iterator[Fiel
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
+            key_line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":merge"):
-                yield FieldProblem(
-                    dotted(location),
-                    "",
-                    f"a key must be a name, not a list or a mapping (line {key_node.start_mark.line + 1})",
-                )
+                wrong = "a key must be a name, not a list or a mapping"
+                if isinstance(key_node, yaml.ScalarNode):
+                    wrong = "merge keys (<<) are not supported; write the fields out"
+                yield FieldProblem(dotted(location), "", f"{wrong} (line {key_line})")
                 continue
-            key, key_line = str(key_node.value), key_node.start_mark.line + 1
+            key = str(key_node.value)
             inner = (*location, key)
             if key in seen:
                 yield FieldProblem(dotted(inner), "", f"given twice, on lines {seen[key]} and {key_line}; keep one")

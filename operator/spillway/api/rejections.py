@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spillway.api.limits import MIN_TEXT_VOCABULARY
+from spillway.api.limits import LORA_LLAMA_HAS_NO_DROPOUT, MIN_TEXT_VOCABULARY
 from spillway.api.manifest import dotted, shown
 from spillway.api.model import FETCHED_ON_CLAIM, Model, Precision
 from spillway.api.pod import Checkpoint
@@ -28,7 +28,7 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
     smallest = MIN_TEXT_VOCABULARY + masked
     found = [
         (_drops_in_llama_with_lora(spec.model), "spec.model.config.dropout",
-         "with model.lora, llama is the implementation of transformers, which has no dropout; leave it out"),
+         LORA_LLAMA_HAS_NO_DROPOUT),
         (sizes is not None and sizes.vocab_size < smallest, "spec.model.config.vocabSize",
          f"must be at least {smallest} for text: one token for each byte, one for the end of "
          f"text{', and one for the mask' * masked}"),

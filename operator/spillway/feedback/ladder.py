@@ -19,6 +19,7 @@ from spillway.errors import ExitCode
 from spillway.feedback.retries import OOM_KILLED
 from spillway.plan import MemoryPlan, Policy, Tier
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
+from spillway.planning.hardware import TIER_NAMES
 from spillway.planning.pod_resources import tier_memory_bytes
 from spillway.units import format_bytes, format_seconds
 
@@ -136,8 +137,7 @@ def _last_of_each(kinds: Iterable[Sequence[MemoryFailure]]) -> Iterable[MemoryFa
 
 
 def _sentence(failure: MemoryFailure, factor: float) -> str:
-    what = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe space"}
-    held = "memory of a pod" if failure.tier is None else f"{what[failure.tier]} of a rank"
+    held = "pod memory" if failure.tier is None else f"{TIER_NAMES[failure.tier]} of a rank"
     return (
         f"predicted {held} is multiplied by {factor:.2f}: attempt {failure.attempt} ran out at "
         f"{format_bytes(failure.limit_bytes)} where {format_bytes(failure.predicted_bytes)} were predicted"
@@ -194,7 +194,7 @@ def relaxed(failures: Sequence[MemoryFailure], last: MemoryPlan, peaks: dict[Tie
         observed = max(bound, peak / max(1, last.bytes[tier].predicted))
         seen[tier.value] = round(observed * (1.0 + OBSERVED_MARGIN), 4)
     sentences = tuple(
-        f"predicted {tier} memory is multiplied by {factor:.2f}, to cover the measured peaks"
+        f"predicted {TIER_NAMES[Tier(tier)]} is multiplied by {factor:.2f}, to cover the measured peaks"
         for tier, factor in seen.items()
     )
     return Corrections(**seen, reasons=sentences, after_failure=True)  # type: ignore[arg-type]

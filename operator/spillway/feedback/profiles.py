@@ -24,7 +24,7 @@ from spillway.feedback.pod_evidence import POD_MARGIN, PodEvidence, PodPeak, evi
 from spillway.feedback.recent_peaks import MOST_PLAUSIBLE, MOST_RECENT, plausible, quantile
 from spillway.plan import MemoryPlan, Tier, TierBytes
 from spillway.planning.corrections import Corrections
-from spillway.planning.hardware import MEASURED, NodeSpec
+from spillway.planning.hardware import MEASURED, TIER_NAMES, NodeSpec
 from spillway.planning.model_shape import model_shape
 from spillway.units import format_bytes, format_count
 from spillway.update_rules import MomentType, UpdateRule
@@ -376,7 +376,7 @@ def observed_corrections(profiles: Iterable[MemoryProfile]) -> Corrections:
         factor = seen * (1.0 + OBSERVED_MARGIN) if seen >= bound else bound * (1.0 + MARGINS[0])
         if seen > 1.0 or bound:
             factors[kind] = round(max(1.0, factor), 4)
-            what = "memory of a pod" if kind == "pod" else f"{kind} memory"
+            what = "pod memory" if kind == "pod" else TIER_NAMES[Tier(kind)]
             how = f"used at most {seen:.2f}" if seen >= bound else f"ran out at {bound:.2f}"
             sentences.append(
                 f"predicted {what} is multiplied by {factors[kind]:.2f}: earlier jobs of the model {how} times the "

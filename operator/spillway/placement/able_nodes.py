@@ -60,10 +60,8 @@ def _miss(  # noqa: PLR0911 - one line per condition
         return 0, f"{view.name} has {view.profile.device_kind} devices, the job needs {device} devices"
     for key, value in spec.scheduling.node_selector.items():
         if view.labels.get(key) != value:
-            return (
-                0,
-                f"{view.name} has {key}={view.labels.get(key, '')!r}, spec.scheduling.nodeSelector requires {value!r}",
-            )
+            has = f"{key}={view.labels[key]!r}" if key in view.labels else f"no label {key}"
+            return 0, f"{view.name} has {has}, but spec.scheduling.nodeSelector requires {value!r}"
     for taint in view.taints:
         if _repels(taint, pod_tolerations(spec, device)):
             shown = f"{taint.key}={taint.value}:{taint.effect}" if taint.value else f"{taint.key}:{taint.effect}"

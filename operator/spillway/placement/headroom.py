@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from spillway.placement.cluster_view import ClusterView, LiveBytes, NodeView
 from spillway.plan import MemoryPlan, Tier
-from spillway.planning.hardware import NodeSpec
+from spillway.planning.hardware import TIER_NAMES, NodeSpec
 from spillway.planning.pod_resources import PodResources
 from spillway.units import format_bytes, format_seconds
 
@@ -40,8 +40,6 @@ WEIGHT_OF_OTHERS = 50
 """Highest weight of other nodes: half of the scale outweighs kube-scheduler's own scores of otherwise equal nodes."""
 MOST_NAMED = 3
 """Most nodes with memory stalls that the sentence names."""
-
-_NAMES = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe space"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +224,9 @@ def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
     best = ranked[0]
     other = next((room for room in ranked if not _equal(best, room, demand)), None)
     if best.devices is not None and (other is None or other.devices not in (None, best.devices)):
-        what = f"of {best.all_devices} {demand.resource_name} unrequested (a pod takes {demand.devices})"
-        kept = "nodes with all devices free are kept for pods that need them"
-        others = f", {other.node} {other.devices}; {kept}" if other is not None else ""
+        what = f"of {best.all_devices} {demand.resource_name} free (a pod requests {demand.devices})"
+        kept = "emptier nodes are kept for larger pods"
+        others = f", {other.node}: {other.devices}; {kept}" if other is not None else ""
         return f"{best.node}: {best.devices} {what}{others}"
     tier = best.scarcest if other is None else other.scarcest or best.scarcest
     if tier is None and other is not None:  # as far as is known, they differ only in stalls
@@ -236,7 +234,7 @@ def _comparison(ranked: Sequence[_Room], demand: _Demand) -> str:
     if tier is None:
         only = f"{best.node} is the only node of its class"
         return only if len(ranked) == 1 else f"no preference among {len(ranked)} nodes"
-    planned, what = f"(planned {format_bytes(demand.tiers[tier])})", f"of {_NAMES[tier]} free"
+    planned, what = f"(planned {format_bytes(demand.tiers[tier])})", f"of {TIER_NAMES[tier]} free"
     if other is not None:
         return f"{best.node}: {_free(best, tier, what)}, {other.node} {_free(other, tier)} {planned}"
     if len(ranked) == 1:

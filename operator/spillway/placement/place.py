@@ -358,7 +358,10 @@ def _outcome(job: TrainingJob, group: _NodeClass, *, explained: bool) -> _Choice
     except (UserError, TimeoutError) as error:
         why = str(error)
     except Exception as error:
-        why = f"planning failed, which is a bug in Spillway: {type(error).__name__}: {error}"
+        why = (
+            f"planning failed, which is a bug in Spillway: {type(error).__name__}: {error}; the operator tries again; "
+            "please report it with this job's spec"
+        )
     return Unplaceable("NoNode", f"node class {group.node.name} (for example {group.views[0].name}): {why}")
 
 
@@ -417,7 +420,7 @@ def _for_its_pod(
         smaller, evidence_without = pod_resources(spec, stopping, ranks), observed(stopping)
         why = ""
         if _takes_a_place(group, counted, smaller):
-            why = "with memory for a copy of it, fewer pods would fit on a node"
+            why = "with memory for a copy of the states, fewer pods would fit on a node"
         elif seen is None and evidence_without is not None:
             why = "the request is based on earlier pods, which had no memory for a copy"
         if why:

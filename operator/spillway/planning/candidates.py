@@ -19,7 +19,7 @@ was found. The result is the same as that of trying all candidates (`Search.all_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -121,6 +121,8 @@ class Question:
     policy: Literal["Auto", "Keep", "Recompute", "Host", "Nvme"]
     parameters: Literal["Auto", "Resident", "Stream"]
     overlap: Literal["Auto", Overlap] = "Auto"
+    reserved: Mapping[Tier, int] = field(default_factory=dict)
+    """Bytes per rank that a sweep has taken from its budgets; `budget` is what is left."""
 
     @property
     def num_layers(self) -> int:

@@ -12,7 +12,7 @@ from math import ceil
 
 from spillway.plan import Infeasible, MemoryPlan, Tier, TierBytes
 
-NOTHING_FITS = "a larger budget, a smaller spec.training.microBatchSize, or a node with more memory"
+NOTHING_FITS = "not searched for, because the predictions are corrected; try a larger budget or a node with more memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Corrections:
             tier: max(1, ceil((outcome.budget[tier] + amount) * self.of(tier)) - budget[tier])
             for tier, amount in outcome.missing_bytes.items()
         }
-        nearest = "; ".join((NOTHING_FITS, *self.reasons))
+        nearest = NOTHING_FITS + (f" ({'; '.join(self.reasons)})" if self.reasons else "")
         return outcome.model_copy(update={"missing_bytes": missing, "budget": dict(budget), "nearest": nearest})
 
     def unplanned_bytes(self, pod_memory_bytes: int) -> int:

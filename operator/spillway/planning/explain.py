@@ -28,10 +28,11 @@ from spillway.planning.footprint import (
     streamed_slot_bytes,
     waiting_frontier_bytes,
 )
+from spillway.planning.hardware import TIER_NAMES
 from spillway.planning.search import Search
 from spillway.planning.step_time import stored_states_bytes, update_seconds
 from spillway.planning.workload import ZERO_STRATEGIES, Streaming, Workload
-from spillway.units import MIB, format_bytes, format_quantity
+from spillway.units import MIB, counted, format_bytes, format_quantity
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
 
@@ -59,7 +60,7 @@ def reasons_unplanned(search: Search, chosen: Timed, advised: Timed | None) -> I
     yield f"memory.mode {question.mode}: the spec decides, budgets are not checked"
     yield from _not_as_asked(question, chosen.candidate)
     for tier, amount in chosen.candidate.missing.items():
-        yield f"needs {format_bytes(amount)} more than the {tier} budget"
+        yield f"needs {format_bytes(amount)} more {TIER_NAMES[tier]} than the budget"
     if question.mode == "Advise" and advised is None:
         yield "mode Auto would find no plan within these budgets"
     elif question.mode == "Advise" and advised is not None:
@@ -228,8 +229,8 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
         (str(blocks.kept), blocks.kept, "kept"),
     )
     total = work.sum_of("saved", 0, blocks.num_layers)
-    each = f"of {format_bytes(total / max(1, blocks.num_layers))}" + ("" if len(work.runs) < 2 else " on average")
-    yield f"activations of {blocks.num_layers} blocks {each}, first to last: {parts}{asked}"
+    each = f"{format_bytes(total / max(1, blocks.num_layers))} each" + ("" if len(work.runs) < 2 else " on average")
+    yield f"activations of {counted(blocks.num_layers, 'block')}, {each}; from first to last: {parts}{asked}"
     if blocks.moved and not work.sum_of("moved", 0, blocks.num_layers):
         smallest = format_bytes(work.minimum_bytes)
         yield f"all their tensors are smaller than {smallest}, which is too small to move: all are kept on the device"
@@ -248,7 +249,7 @@ def _activation_reasons(question: Question, chosen: Candidate) -> Iterator[str]:
 
 def _why_not_lean(question: Question, work: Workload) -> Iterator[str]:
     if (why := why_not_lean(question, work)) is not None:
-        yield f"outputs of norms, activation functions and products are stored, not recomputed: {why}"
+        yield f"no selective recomputation: {why}"
 
 
 def _lean_reason(chosen: Candidate) -> str:
@@ -256,8 +257,8 @@ def _lean_reason(chosen: Candidate) -> str:
     ends = ((0, blocks.moved), (blocks.moved + blocks.recomputed, blocks.num_layers))
     rebuilt, saved = (sum(work.sum_of(field, *each) for each in ends) for field in ("rebuilt", "saved"))
     return (
-        f"{format_bytes(rebuilt)} of the {format_bytes(saved)} that blocks keep or move are outputs of norms, "
-        f"activation functions and products: they are recomputed in backward instead of stored"
+        f"selective recomputation: {format_bytes(rebuilt)} of {format_bytes(saved)} of saved tensors (outputs of "
+        "norms, activation functions and elementwise products) are recomputed in backward instead of stored"
     )
 
 
@@ -267,7 +268,7 @@ def endurance(prediction: Prediction) -> str:
     years = prediction.years_until_rated_writes
     lasts = "" if years is None else f"; the drives reach their rated total writes in {years:.2g} years"
     written = format_bytes(prediction.nvme_written_bytes_per_day)
-    return f"at most {written} written per day, {prediction.drive_writes_per_day:.2g} drive writes a day{lasts}"
+    return f"at most {written} written per day, {prediction.drive_writes_per_day:.2g} drive writes per day{lasts}"
 
 
 def _counted(*parts: tuple[str, float, str]) -> str:
@@ -333,15 +334,21 @@ def _lost(search: Search, summary: str, chosen: Timed | None) -> Iterator[Altern
         yield Alternative(summary=summary, missing_bytes=missing, reason=f"does not fit: {_missing(missing)} missing")
         return
     choice = best(in_budget)
-    if chosen is None or choice.wears_out:
-        reason = f"would wear out the drives: {choice.prediction.drive_writes_per_day:.2g} drive writes a day"
+    per_day, limit = choice.prediction.drive_writes_per_day, search.question.job.spec.memory.endurance
+    if per_day > limit.drive_writes_per_day and (chosen is None or choice.wears_out):
+        reason = (
+            f"{per_day:.2g} drive writes per day, above the limit of {limit.drive_writes_per_day:g} "
+            "(spec.memory.endurance.driveWritesPerDay)"
+        )
+    elif chosen is None:  # the strategy is kept, or make_plan excludes the other one
+        if not search.question.is_kept:
+            return
+        reason = "fits, but earlier attempts used another strategy"
     elif choice.candidate == chosen.candidate:
         return
     elif choice.seconds < chosen.seconds and choice.priced_seconds > chosen.priced_seconds:
-        per_day = choice.prediction.drive_writes_per_day
-        reason = (
-            f"{1 - choice.seconds / chosen.seconds:.1%} faster, which does not justify {per_day:.2g} drive writes a day"
-        )
+        faster = f"{1 - choice.seconds / chosen.seconds:.1%} faster"
+        reason = f"{faster}, which does not justify {per_day:.2g} drive writes per day"
     elif choice.seconds > TIE * chosen.seconds:
         reason = f"{choice.seconds / chosen.seconds - 1:.0%} slower, bound by {choice.prediction.bound_by}"
     else:
@@ -350,7 +357,7 @@ def _lost(search: Search, summary: str, chosen: Timed | None) -> Iterator[Altern
 
 
 def _missing(missing: dict[Tier, int]) -> str:
-    return ", ".join(f"{format_bytes(amount)} of {tier} memory" for tier, amount in missing.items())
+    return ", ".join(f"{format_bytes(amount)} of {TIER_NAMES[tier]}" for tier, amount in missing.items())
 
 
 # --- nothing fits -----------------------------------------------------------------------------------------------------
@@ -394,13 +401,20 @@ def _too_large(question: Question) -> str:
 
 def lacking(outcome: Infeasible, where: str) -> str:
     """An Infeasible in one sentence: what is missing on `where`, and what would fit."""
-    missing = ", ".join(
-        f"{tier} lacks {format_bytes(amount)} (budget {format_bytes(outcome.budget.get(tier, 0))})"
-        for tier, amount in outcome.missing_bytes.items()
-        if amount > 0
-    )
     segment = f"; {outcome.segment}" if outcome.segment else ""
-    return f"{outcome.job} does not fit {where}: {missing}{segment}; what would fit: {outcome.nearest}"
+    return f"{outcome.job} does not fit {where}: {shortfall(outcome)}{segment}; what would fit: {outcome.nearest}"
+
+
+TOO_MANY_WRITES = "every plan within the budgets writes more than spec.memory.endurance.driveWritesPerDay allows"
+
+
+def shortfall(outcome: Infeasible) -> str:
+    """Why no plan fits."""
+    amounts = (
+        f"{format_bytes(amount)} of {TIER_NAMES[tier]} missing (budget {format_bytes(outcome.budget.get(tier, 0))})"
+        for tier, amount in outcome.missing_bytes.items()
+    )
+    return ", ".join(amounts) or TOO_MANY_WRITES
 
 
 _FIELDS = {
@@ -423,13 +437,18 @@ def _remedies(search: Search, nearest: Candidate) -> Iterator[str]:
     for tier in Tier:
         needed = _needed_budget(search, tier)
         if needed is not None:
-            yield f"spec.memory.budget.{tier}: {format_quantity(needed)}"
+            yield f"spec.memory.budget.{tier}: {format_quantity(needed)}{_parked(question, tier)}"
     size = _smaller_micro_batch(question)
     if size is not None:
         yield f"spec.training.microBatchSize: {size}"
     forced = [part for part in _FIELDS if getattr(question, part) not in _FIT_AS_WELL]
     if forced and Search(replace(question, **dict.fromkeys(forced, "Auto"))).fits():  # type: ignore[arg-type]
         yield " and ".join(f"{_FIELDS[part]}: Auto" for part in forced)
+
+
+def _parked(question: Question, tier: Tier) -> str:
+    parked = question.reserved.get(tier, 0) * question.local_ranks
+    return f" (with {format_bytes(parked)} for parked members)" if parked and tier is Tier.NVME else ""
 
 
 def _smaller_micro_batch(question: Question) -> int | None:
@@ -441,22 +460,22 @@ def _smaller_micro_batch(question: Question) -> int | None:
 
 
 def _needed_budget(search: Search, tier: Tier) -> int | None:
-    """The smallest budget of `tier` with which the job fits, within 1 %, in whole MiB; per node for host and NVMe.
-    None when the node does not have it."""
+    """The smallest budget of `tier` with which the job fits, within 1 %, in whole MiB; per node for host and NVMe,
+    with what a sweep reserves. None when the node does not have it."""
     question = search.question
-    capacity = _capacities(question)[tier]
+    capacity, reserved = _capacities(question)[tier], question.reserved.get(tier, 0)
     ranks = 1 if tier is Tier.DEVICE else question.local_ranks
 
     def fits(budget_bytes: int) -> bool:
         return search.within({**question.budget, tier: budget_bytes}).fits()
 
-    low, high = question.budget[tier], capacity // ranks
+    low, high = question.budget[tier], capacity // ranks - reserved
     if high <= low or not fits(high):
         return None
     while high - low > max(MIB, high // 100):
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return min(-(-high * ranks // MIB) * MIB, capacity)
+    return min(-(-(high + reserved) * ranks // MIB) * MIB, capacity)
 
 
 def _capacities(question: Question) -> dict[Tier, int]:
@@ -471,13 +490,14 @@ def _larger_node(search: Search, nearest: Candidate) -> str:
     question = search.question
     capacities = _capacities(question)
     ranks = {tier: 1 if tier is Tier.DEVICE else question.local_ranks for tier in Tier}
-    if search.within({tier: capacities[tier] // ranks[tier] for tier in Tier}).fits():
+    reserved = {tier: question.reserved.get(tier, 0) for tier in Tier}
+    if search.within({tier: max(0, capacities[tier] // ranks[tier] - reserved[tier]) for tier in Tier}).fits():
         return (
             "larger budgets in spec.memory.budget for several tiers (the job fits if it may use all memory of the node)"
         )
-    wanted = {tier: nearest.bytes[tier].total * ranks[tier] for tier in nearest.missing}
+    wanted = {tier: (nearest.bytes[tier].total + reserved[tier]) * ranks[tier] for tier in nearest.missing}
     needs = (
-        f"{format_bytes(amount)} of {tier} memory (this node has {format_bytes(capacities[tier])})"
+        f"{format_bytes(amount)} of {TIER_NAMES[tier]} (this node has {format_bytes(capacities[tier])})"
         for tier, amount in wanted.items()
     )
     return f"a node with {' and '.join(needs)}"

@@ -17,8 +17,9 @@ from importlib.resources import files
 from typing import Any
 
 from spillway.errors import UserError
-from spillway.plan import DeviceKind
+from spillway.plan import DeviceKind, Tier
 
+TIER_NAMES = {Tier.DEVICE: "device memory", Tier.HOST: "host memory", Tier.NVME: "NVMe space"}
 DISK_SHARE = 0.9
 """Share of the drives' capacity that spill may use."""
 MEASURED = "-measured"

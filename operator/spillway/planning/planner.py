@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol
 
 from spillway.api.sweep.members import devices_problems
@@ -206,7 +207,8 @@ def _planned(job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explaine
         )
         found = _plan_of_one(member, node, left, explained=False, together=together)
         if isinstance(found, Infeasible):
-            return _plan_of_one(member, node, left, explained=True) if explained and not together else found
+            explains = explained and not together
+            return _plan_of_one(member, node, left, explained=True, reserved=reserved) if explains else found
         known[what] = found
         return found
 
@@ -214,11 +216,17 @@ def _planned(job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explaine
 
 
 def _plan_of_one(
-    job: TrainingJob, node: NodeSpec, overrides: Overrides, *, explained: bool, together: bool = False
+    job: TrainingJob,
+    node: NodeSpec,
+    overrides: Overrides,
+    *,
+    explained: bool,
+    together: bool = False,
+    reserved: Mapping[Tier, int] = MappingProxyType({}),
 ) -> MemoryPlan | Infeasible:
-    """Like `make_plan`, for one model. `together`: whether its micro-batches are those of several members on its
-    base."""
-    question, corrections = ask(job, node, overrides), overrides.corrections
+    """Like `make_plan`, for one model. `together`: whether its micro-batches are those of several members on its base.
+    `reserved`: what was subtracted from the budgets in `overrides`."""
+    question, corrections = replace(ask(job, node, overrides), reserved=reserved), overrides.corrections
     search = Search(replace(question, budget=corrections.searched(question.budget)))
     search = search.visited_once() if together else search
     if search.is_empty:

@@ -273,15 +273,15 @@ def with_snapshot(spec: TrainingJobSpec, plan: MemoryPlan) -> MemoryPlan:
     if plan.world_size == 1 and lacking <= 0:
         return plan.model_copy(update={"snapshot_bytes": needed})
     why = (
-        f"{plan.world_size} ranks"
+        "only a run with one rank copies its states first"
         if plan.world_size > 1
-        else f"host memory lacks {format_bytes(lacking)} for a copy of the checkpoint"
+        else f"host memory lacks {format_bytes(lacking)} for a copy of the states"
     )
     return stopping_for_checkpoints(plan, why)
 
 
 def stopping_for_checkpoints(plan: MemoryPlan, why: str) -> MemoryPlan:
-    sentence = f"checkpoints: training stops while one is written: {why}"
+    sentence = f"checkpoints: training stops while one is written, because {why}"
     return plan.model_copy(update={"snapshot_bytes": 0, "reasons": (*plan.reasons, sentence)})
 
 

@@ -24,7 +24,7 @@ from itertools import combinations, product
 from typing import NamedTuple
 
 from spillway.plan import Policy, Tier
-from spillway.units import format_bytes, format_seconds
+from spillway.units import counted, format_bytes, format_seconds
 
 KEEP, RECOMPUTE, HOST, NVME = Policy.KEEP, Policy.RECOMPUTE, Policy.HOST, Policy.NVME
 
@@ -128,8 +128,8 @@ def choose(storages: Sequence[SavedStorage], limits: PolicyLimits) -> Choice | N
         index = next(index for index, storage in enumerate(storages) if storage.nbytes == largest)
         return NoChoice(
             largest - limits.device_bytes,
-            f"storage {index} of the tensors saved for backward takes {format_bytes(largest)} on the device when it is "
-            f"made, but the device has only {format_bytes(limits.device_bytes)} for them",
+            f"a tensor of {format_bytes(largest)} saved for backward (number {index}) does not fit: the device has "
+            f"only {format_bytes(limits.device_bytes)} for such tensors",
         )
     course = StepSimulation(storages, limits)
     if len(storages) > MAX_STORAGES:
@@ -674,11 +674,12 @@ def _reason(course: StepSimulation, played: Played) -> str:
     for answer, where in ((KEEP, "kept"), (RECOMPUTE, "recomputed"), (HOST, "to host memory"), (NVME, "to NVMe")):
         sizes = [size for size, given in zip(course.sizes, played.answers, strict=True) if given is answer]
         if sizes:
-            parts.append(f"{format_bytes(sum(sizes))} in {len(sizes)} storages {where}")
-    waits = f"{format_seconds(played.stall_seconds)} of waiting"
+            parts.append(f"{format_bytes(sum(sizes))} in {counted(len(sizes), 'tensor')} {where}")
+    waits = f"compute waits {format_seconds(played.stall_seconds)} for copies"
     if played.recompute_seconds:
-        waits += f" and {format_seconds(played.recompute_seconds)} of recomputation"
-    price = f"; recomputing a MiB may take up to {format_seconds(played.price * 2**20)}" if played.price else ""
+        waits += f" and recomputes for {format_seconds(played.recompute_seconds)}"
+    most = format_seconds(played.price * 2**20)
+    price = f"; tensors that take less than {most} per MiB to recompute are recomputed" if played.price else ""
     return (
         f"{', '.join(parts) or 'nothing is saved'}; {waits} in a step of {format_seconds(course.seconds)}{price}; "
         f"peak {format_bytes(played.peak_bytes)} of {format_bytes(course.limits.device_bytes)} on the device"
@@ -698,6 +699,6 @@ def _refusal(course: StepSimulation) -> NoChoice:
     )
     return NoChoice(
         missing,
-        f"{format_bytes(total)} in {len(course.sizes)} storages do not fit: {format_bytes(rebuilt)} can be recomputed, "
-        f"and the limits are {may}; at least {format_bytes(missing)} are missing",
+        f"{format_bytes(total)} in {counted(len(course.sizes), 'tensor')} do not fit: {format_bytes(rebuilt)} can be "
+        f"recomputed, and the limits are {may}; at least {format_bytes(missing)} are missing",
     )

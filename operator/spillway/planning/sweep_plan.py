@@ -236,8 +236,8 @@ def _said_of_base(first: MemberPlan, names: Sequence[str]) -> str:
     streams = first.plan.parameters.streams
     held = "each layer of it is loaded once for these" if streams else "it is on the device once for these"
     return (
-        f"{', '.join(names)} share a frozen base model: {first.num_attached} of them train together, and {held}; bytes "
-        "and micro-batches below are the sum over the members that train together"
+        f"{', '.join(names)} share a frozen base model: {first.num_attached} of them train together, and {held}; their "
+        "bytes and micro-batches are those of all that train together"
     )
 
 
@@ -253,19 +253,12 @@ def _no_room_to_park(
         node=node.name,
         missing_bytes={Tier.NVME: part_bytes - budget_bytes},
         budget={Tier.NVME: budget_bytes},
-        nearest=f"spec.memory.budget.nvme: {format_quantity(needed)}, because the states of the {len(parked)} members "
-        f"are on NVMe while others train (the largest: {largest}, {format_bytes(parked[largest])}), or fewer members",
+        nearest=f"spec.memory.budget.nvme: more than {format_quantity(needed)}, which the states of the {len(parked)} "
+        f"members take while others train (the largest: {largest}, {format_bytes(parked[largest])}), or fewer members",
     )
 
 
 def _of_member(found: Infeasible, name: str, reserved: Mapping[Tier, int]) -> Infeasible:
     """`found` with the name of the member that does not fit, and with the budgets as given."""
     budget = {tier: amount + reserved.get(tier, 0) for tier, amount in found.budget.items()}
-    parts = (
-        f" (in the NVMe budget, {format_bytes(reserved[Tier.NVME])} are for the states of other members)"
-        if reserved
-        else ""
-    )
-    return found.model_copy(
-        update={"job": f"member {name} of {found.job}", "budget": budget, "nearest": f"{found.nearest}{parts}"}
-    )
+    return found.model_copy(update={"job": f"member {name} of {found.job}", "budget": budget})

@@ -31,7 +31,8 @@ TOO_MANY_REQUESTS, INTERNAL_ERROR = 429, 500
 LONGEST_SAID = 1000
 """Longest server message that is printed, in characters; those of CRD validation are the longest."""
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-NO_CLUSTER = "set KUBECONFIG or choose a --context; to read a local run, give the run's directory"
+NO_CLUSTER = "set KUBECONFIG or choose a --context"
+READ_A_RUN = "to read a local run, give the run's directory"
 
 
 class RequestDenied(UserError):
@@ -206,22 +207,23 @@ def as_object(content: bytes) -> Object:
     return {"message": content[:300].decode(errors="replace")} if found is None else found
 
 
-def connect(context: str | None = None) -> ClusterClient:
-    """Connects to the kubeconfig's cluster, or the one that this process runs in. Raises UserError if there is none."""
+def connect(context: str | None = None, local: str = "") -> ClusterClient:
+    """Connects to the kubeconfig's cluster, or the one that this process runs in. Raises UserError if there is none;
+    `local`: what its message says about a local run."""
     need("operator")
     from kubernetes.client.configuration import Configuration  # noqa: PLC0415
     from kubernetes.config import ConfigException  # noqa: PLC0415
     from yaml import YAMLError  # noqa: PLC0415
 
-    configuration = Configuration()
+    configuration, remedy = Configuration(), f"{NO_CLUSTER}; {local}" if local else NO_CLUSTER
     try:
         namespace = load(configuration, context)
         return ClusterClient(configuration, namespace)
     except (YAMLError, TypeError, KeyError, AttributeError, UnicodeError) as error:
         # what the library raises for an invalid kubeconfig
-        raise UserError(f"no cluster: {kubeconfig_files()} is not a valid kubeconfig; {NO_CLUSTER}") from error
+        raise UserError(f"no cluster: {kubeconfig_files()} is not a valid kubeconfig; {remedy}") from error
     except (ConfigException, OSError, ValueError) as error:
-        raise UserError(f"no cluster: {str(error).splitlines()[0].rstrip('.')}; {NO_CLUSTER}") from error
+        raise UserError(f"no cluster: {str(error).splitlines()[0].rstrip('.')}; {remedy}") from error
 
 
 def kubeconfig_files() -> str:

@@ -19,7 +19,7 @@ from spillway.errors import UserError
 
 from ..console import message_console
 from ..record.directory import RunDirectory, epochs_of, is_taken, names_a_directory, run_at
-from .api import CORE, ClusterClient, Gone, Object, RequestDenied, Unreachable, connect, get_job
+from .api import CORE, READ_A_RUN, ClusterClient, Gone, Object, RequestDenied, Unreachable, connect, get_job
 from .job_status import has_ended, value_at
 
 JOB_LABEL = "spillway.dev/job"
@@ -58,7 +58,7 @@ def logs(options: LogsOptions) -> int:
     """Prints logs; returns 0. Raises UserError when the job, run, attempt or pod does not exist."""
     if options.namespace is None and options.context is None and names_a_directory(options.job):
         return logs_of_run(run_at(options.job), options)
-    cluster = connect(options.context)
+    cluster = connect(options.context, READ_A_RUN)
     namespace = options.namespace or cluster.namespace
     job = get_job(cluster, namespace, options.job)
     reader = Reader(cluster, namespace, options)

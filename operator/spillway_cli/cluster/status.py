@@ -54,7 +54,7 @@ def status(options: StatusOptions) -> int:
             f"{options.job}: is a directory, but this command shows jobs of a cluster; `spillway top {options.job}` "
             f"shows a local run; for the TrainingJob {options.job}, give its --namespace"
         )
-    cluster = connect(options.context)
+    cluster = connect(options.context, "`spillway top DIRECTORY` shows a local run")
     namespace = options.namespace or cluster.namespace
     if options.job is not None:
         return one_job(cluster, namespace, options.job, options)

@@ -53,7 +53,7 @@ def submit(options: SubmitOptions) -> int:
         raise UserError(
             "command line: --wait and --dry-run cannot be combined, because a dry run creates no job; leave one out"
         )
-    cluster = connect(options.context)
+    cluster = connect(options.context, f"to train here: spillway run {options.job}")
     namespace = namespace_of(job, options.namespace, cluster, str(options.job))
     created = create(cluster, namespace, manifest(job, namespace), options.dry_run, str(options.job))
     show(created, options)

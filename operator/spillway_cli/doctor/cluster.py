@@ -14,6 +14,7 @@ from spillway.api.limits import GROUP, VERSION
 from spillway.api.script import ScriptJob
 from spillway.api.training_job import TrainingJob
 from spillway.units import counted
+from spillway_operator.decide.acceptance import access_problem, claim_uses
 
 from ..cluster.api import NO_CLUSTER
 from ..cluster.job_status import conditions, has_ended, that_matter, value_at
@@ -57,20 +58,29 @@ FIXES = {
     "Unsupported": "use the alternative named in the message",
     "NameConflict": "delete or rename the object that has the name, or give the job another name",
     "NoNode": "free or add a node, or relax scheduling.nodeSelector and tolerations",
-    "DoesNotFit": "use the nearest configuration in the message (suspend the job, change spec.memory, resume)",
+    "DoesNotFit": "make a change that the message names: spec.memory while the job is suspended, "
+    "spec.training only in a new TrainingJob",
     "ClaimNotFound": "create the PersistentVolumeClaim, or name an existing one",
     "ClaimNotShared": "use a claim with access mode ReadWriteMany",
     "ClaimNotWritable": "use a claim with access mode ReadWriteOnce or ReadWriteMany",
+    "InspectionFailed": "do what the message says; a change of spec.model or spec.data needs a new TrainingJob",
+    "NoNumber": "restore status.attempts, as the message says",
+    "JobGone": "delete the pods, as the message says",
+    "NoPods": "see `kubectl describe job`, as the message says",
     "ContractTooLarge": "shorten spec.pod.env, or move long values to a Secret",
-    "NoReport": "see `spillway logs`: a trainer that hangs is ended after lifecycle.stallSeconds",
-    "NoProgress": "see `spillway logs`: the operator ends the attempt",
+    "NoReport": "see `spillway logs`; if the trainer makes steps, check the progress Service of the operator, its "
+    "certificate and the network policies",
+    "NoProgress": "see `spillway logs` for what the trainer waited for; another attempt follows",
     "Unschedulable": "free or add a node, or request less",
     "Refused": "fix what the message names: quota, LimitRange, Pod Security or an admission policy",
     "PodsRefused": "fix what the message names: raise the quota or the LimitRange's maximum, or request less",
-    "ContainerWaiting": "check that the image can be pulled (spec.pod.image, spec.pod.imagePullSecrets)",
+    "ContainerWaiting": "do what the message says",
 }
 """Reason -> what to do."""
-STUCK = ("InvalidSpec", "Unsupported", "NameConflict", "NoNode", "DoesNotFit", "NoReport", "NoProgress")
+STUCK = (
+    "InvalidSpec", "Unsupported", "NameConflict", "NoNode", "DoesNotFit", "InspectionFailed", "NoNumber", "JobGone",
+    "NoProgress",
+)  # fmt: skip
 """Reasons with which a job does not continue without help."""
 
 
@@ -251,7 +261,7 @@ def rights(facts: ClusterFacts) -> Iterator[Diagnosis]:
         fix = f"kubectl create rolebinding NAME --clusterrole={role} --user=YOU -n {facts.namespace}"
         yield finding("rights", severity, message, fix)
     if allowed:
-        yield finding("rights", OK, f"in {facts.namespace} you may {', '.join(allowed)}")
+        yield finding("rights", OK, f"you may use spillway {', '.join(allowed)} in {facts.namespace}")
 
 
 def pods(facts: ClusterFacts) -> Iterator[Diagnosis]:
@@ -347,20 +357,11 @@ def stuck_jobs(facts: ClusterFacts) -> Iterator[Diagnosis]:
 # --- what --job names -------------------------------------------------------------------------------------------------
 
 
-def claims_of(job: TrainingJob | ScriptJob) -> dict[str, str]:
-    """Claim -> the field that names it."""
-    places = {
-        "spec.checkpoint.claim": job.spec.checkpoint.claim,
-        **{f"spec.{field}.claim": place.claim for field, place in job.spec.places.items()},
-        **{f"spec.pod.mounts[{number}].claim": mount.claim for number, mount in enumerate(job.spec.pod.mounts)},
-    }
-    return {claim: path for path, claim in places.items() if claim}
-
-
 def volumes(facts: ClusterFacts, job: TrainingJob | ScriptJob) -> Iterator[Diagnosis]:
-    fields = claims_of(job)
-    for claim, found in facts.claims.items():
-        yield one_claim(f"{fields.get(claim, 'claim')} = {claim}", found, facts.namespace, job.spec.parallelism.nodes)
+    for path, claim, written in claim_uses(job.spec):
+        if claim in facts.claims:
+            where, nodes = f"{path} = {claim}", job.spec.parallelism.nodes
+            yield one_claim(where, facts.claims[claim], facts.namespace, nodes, written)
     for name, found in facts.storage_classes.items():
         path = f"spec.spill.storageClassName = {name}"
         if not isinstance(found, Missing):
@@ -369,11 +370,11 @@ def volumes(facts: ClusterFacts, job: TrainingJob | ScriptJob) -> Iterator[Diagn
             yield finding("volumes", ERROR, f"{path}: StorageClass not found", "see kubectl get storageclass")
         else:
             yield unseen("volumes", path, found)
-    if not fields:
-        yield finding("volumes", OK, "the job names no claim: its checkpoints end with the pod")
+    if job.spec.checkpoint.claim is None:
+        yield finding("volumes", NOTE, "spec.checkpoint.claim is not set: checkpoints are lost with the pod")
 
 
-def one_claim(path: str, found: Object | Missing, namespace: str, nodes: int) -> Diagnosis:
+def one_claim(path: str, found: Object | Missing, namespace: str, nodes: int, written: str) -> Diagnosis:
     if isinstance(found, Missing):
         if found.is_absent:
             fix = "create it, or name an existing one (kubectl get pvc)"
@@ -381,9 +382,9 @@ def one_claim(path: str, found: Object | Missing, namespace: str, nodes: int) ->
         return unseen("volumes", path, found)
     modes = [str(mode) for mode in value_at(found, "spec.accessModes") or ()]
     phase = str(value_at(found, "status.phase") or "?")
-    if nodes > 1 and not {"ReadWriteMany", "ReadOnlyMany"} & {*modes}:
-        message = f"{path}: access modes {', '.join(modes) or 'none'}, but {nodes} nodes mount it"
-        return finding("volumes", ERROR, message, "use a claim with access mode ReadWriteMany, or one node")
+    problem = access_problem(path, nodes, tuple(modes), written)
+    if problem is not None:
+        return finding("volumes", ERROR, problem.message, FIXES[problem.reason])
     if phase == "Lost":
         return finding("volumes", ERROR, f"{path}: its volume is lost", "restore it, or create another claim")
     if phase != "Bound":

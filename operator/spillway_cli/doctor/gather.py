@@ -26,13 +26,14 @@ from spillway.api.training_job import TrainingJob
 from spillway.errors import SpillwayError
 from spillway.extras import EXTRAS
 from spillway.plan import DeviceKind
+from spillway_operator.decide.acceptance import claim_names
 from spillway_trainer.cgroup import meminfo_bytes, read_text, usable_cores
 
 from ..cluster.api import CORE, JOBS, ClusterClient, Object, RequestDenied, jobs_path, segment
 from ..machine.gpus import Gpus, find_gpus
 from ..machine.local_node import probe
 from ..machine.node_profile import default_path_or_none, own_profile, read_profile
-from .cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, claims_of, named_by
+from .cluster import CREATE_PODS, RIGHTS, ClusterFacts, Right, named_by
 from .findings import Missing
 from .machine import Cores, Disk, MachineFacts, MachineMemory, Native, Profile
 
@@ -208,7 +209,7 @@ def cluster_tasks(cluster: ClusterClient, namespace: str, job: TrainingJob | Scr
         "namespace": lambda: cluster.get(inside),
         "pod": lambda: pod_refusal(cluster, namespace),
     }
-    for claim in claims_of(job) if job is not None else ():
+    for claim in claim_names(job.spec) if job is not None else ():
         tasks[f"claim {claim}"] = partial(cluster.get, f"{inside}/persistentvolumeclaims/{claim}")
     if job is not None and (name := job.spec.spill.storage_class_name):
         tasks[f"class {name}"] = partial(cluster.get, f"/apis/storage.k8s.io/v1/storageclasses/{name}")

@@ -168,11 +168,12 @@ def native_library(native: Native | Missing, has_torch: bool) -> Iterator[Diagno
         return
     if native.isa == REFERENCE:
         forced = bool(native.instruction_sets)
-        why = "SPILLWAY_FORCE_ISA=reference" if forced else "not built: there was no C++ compiler"
+        why = "is not used (SPILLWAY_FORCE_ISA=reference)" if forced else "was not built: no C++ compiler was found"
         fix = "unset SPILLWAY_FORCE_ISA" if forced else "install a C++20 compiler and CMake, then reinstall spillway"
-        yield finding("native", WARNING, f"the native library is not used ({why}): same results, but slower", fix)
+        yield finding("native", WARNING, f"the native library {why}; same results, but slower", fix)
         return
-    yield finding("native", OK, f"instruction set {native.isa} of {', '.join(native.instruction_sets)}")
+    available = ", ".join(native.instruction_sets)
+    yield finding("native", OK, f"the native library uses {native.isa} (available: {available})")
 
 
 def spill_directory(disk: Disk | Missing) -> Iterator[Diagnosis]:

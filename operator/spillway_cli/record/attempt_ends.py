@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from spillway.errors import ExitCode, reason_of
 from spillway.feedback.retries import Retry, retry_of
 from spillway.json_text import json_object
 from spillway.plan import MemoryPlan
+from spillway_trainer.launch.ending import signal_name
 
 from .directory import RunDirectory, write_atomic
 
@@ -83,12 +83,6 @@ def describe_end(directory: Path, epoch: int, returncode: int) -> Attempt:
     last_line = last_log_line(directory / "trainer.log")
     said = f"; last log line: {last_line}" if last_line else ""
     return Attempt(epoch, exit_code, reason, f"the trainer exited with code {exit_code}{said}")
-
-
-def signal_name(number: int) -> str:
-    name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
-    hint = " (probably out of memory, unless sent by a user: see the kernel log)" if number == signal.SIGKILL else ""
-    return name + hint
 
 
 def read_json_object(path: Path) -> dict[str, object]:

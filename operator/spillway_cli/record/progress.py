@@ -6,6 +6,7 @@ On a terminal a bar is redrawn; elsewhere a plain line is printed per logging in
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections import deque
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from spillway.api.progress import MemberState
 from spillway.api.sweep.halving import METRIC_WORDS
 from spillway.metrics import StepMetrics
 from spillway.plan import Tier
-from spillway.units import format_bytes, format_count, format_seconds
+from spillway.units import counted, format_bytes, format_count, format_seconds
 
 from .attempt_ends import Attempt, Rung
 from .log import (
@@ -147,10 +148,12 @@ def logging_interval(num_steps: int) -> int:
 
 
 REFERENCE_ISA = "reference"
-REFERENCE_PATH = (
-    "no native library (not built because there was no C++ compiler, or SPILLWAY_FORCE_ISA=reference): "
-    "updates run in plain torch, with bit-identical results but slower"
-)
+
+
+def reference_path() -> str:
+    forced = os.environ.get("SPILLWAY_FORCE_ISA") == REFERENCE_ISA
+    why = "is switched off (SPILLWAY_FORCE_ISA=reference)" if forced else "was not built (no C++ compiler was found)"
+    return f"the native library {why}: updates run in plain torch, with the same results, but slower"
 
 
 class ProgressReporter:
@@ -203,7 +206,7 @@ class ProgressReporter:
                 if event.resumed_from_step:
                     self.say(f"resumed from the checkpoint of step {event.resumed_from_step}")
                 if event.isa == REFERENCE_ISA:
-                    self.say(REFERENCE_PATH)
+                    self.say(reference_path())
             case StepEvent():
                 self._step(event)
             case EvaluationEvent():
@@ -229,7 +232,7 @@ class ProgressReporter:
                     self._bar.update(self._task, total=self._num_steps, completed=0, line="")
                 self.say(f"{len(event.members)} members take turns: {', '.join(event.members)}")
                 if event.isa == REFERENCE_ISA:
-                    self.say(REFERENCE_PATH)
+                    self.say(reference_path())
             case MemberEvent():
                 self.say(member_line(event, log))
             case Best():
@@ -243,7 +246,10 @@ class ProgressReporter:
         self.say(f"attempt {attempt.epoch} ended: {attempt.reason}: {attempt.message}")
         if restarts_left > 0:
             left = restarts_left - 1
-            self.say(f"restarting from the last checkpoint; {left} more restart{'' if left == 1 else 's'} allowed")
+            self.say(
+                "restarting from the newest checkpoint, or from the start if there is none; "
+                f"{counted(left, 'more restart')} allowed"
+            )
 
     def replanned(self, rung: Rung) -> None:
         self.say(rung.sentence)

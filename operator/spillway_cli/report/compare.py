@@ -133,14 +133,17 @@ def sentence(runs: Sequence[Compared]) -> str:
         return "no step is trained yet"
     if same == shortest:
         return f"loss and gradient norm are equal bit for bit in all {same} steps that every run has"
-    return f"loss and gradient norm are equal bit for bit in the first {same} steps of {shortest}, then they differ"
+    if not same:
+        return "loss and gradient norm differ from the first step on"
+    steps = counted(same, "step")
+    return f"loss and gradient norm are equal bit for bit in the first {steps} of {shortest}, and differ from then on"
 
 
 def _page(runs: Sequence[Compared], same: str) -> str:
     charts = curves_of(
         [(run.name, run.record.log) for run in runs],
         ("Loss", "Mean over the tokens of each step."),
-        ("Evaluation", "On held-out text."),
+        ("Evaluation", "On evaluation data."),
     )
     headings = ["", *(run.name for run in runs)]
     tables = [

@@ -203,10 +203,15 @@ def about(best: MemberView, values: Values) -> str:
 
 def curves_sections(run: RunRecord) -> list[str]:
     """A loss curve for each member, and an evaluation curve if there are evaluations."""
+    sweep = run.log.sweep
+    halves = sweep is not None and sweep.halving and sweep.metric == "EvaluationLoss"
     return curves_of(
         [(member.name, run.member_logs.get(member.name, RunLog())) for member in run.members],
         ("Loss of each member", "Mean over the tokens of each step of the member."),
-        ("Evaluation of each member", "On held-out text; used by successive halving."),
+        (
+            "Evaluation of each member",
+            "On evaluation data." + (" Successive halving compares these." if halves else ""),
+        ),
     )
 
 

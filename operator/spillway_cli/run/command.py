@@ -18,7 +18,7 @@ from spillway.placement.device_choice import on_device
 from spillway.plan import Infeasible, MemoryPlan, Tier
 from spillway.planning.corrections import Corrections
 from spillway.planning.model_shape import ModelShape
-from spillway.units import format_bytes, format_count, format_seconds
+from spillway.units import counted, format_bytes, format_count, format_seconds
 from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.fetch import fetch_all
 from spillway_trainer.tiers.volumes import refuse_memory
@@ -273,8 +273,8 @@ def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int) -> 
             shown.add_row(f"{use.tier} peak", f"{format_bytes(use.peak_bytes)}{uncounted} ({planned})")
     if summary.num_allocator_retries:
         shown.add_row("allocator retries", f"{summary.num_allocator_retries}: the device was short of memory")
-    resumes = f", and {summary.num_resumes} resumed" if summary.num_resumes else ""
-    shown.add_row("restarts", f"{summary.num_restarts}{resumes}")
+    resumed = f" after failures; resumed {counted(summary.num_resumes, 'time')} by `spillway run`"
+    shown.add_row("restarts", f"{summary.num_restarts}{resumed if summary.num_resumes else ''}")
     if summary.num_skipped:
         shown.add_row("skipped steps", left_out(summary))
     shown.add_row("time", time_of(summary))

@@ -23,6 +23,7 @@ from spillway.plan import Infeasible, MemoryPlan
 from spillway.planning.corrections import Corrections
 from spillway.planning.explain import lacking
 from spillway.planning.pod_resources import pod_resources
+from spillway.units import counted
 
 from ..record.attempt_ends import PLAN, Attempt, Rung, plan_of_attempt, read_ended
 from ..record.directory import RunDirectory, epochs_of, write_atomic
@@ -100,7 +101,7 @@ class LocalLadder:
             return Rung()
         self.ran_out.append(ended.reason)
         if tries_are_used_up(self.ran_out):
-            return Rung(f"giving up: {len(self.ran_out) - 1} other plans were tried")
+            return Rung(f"giving up: {counted(len(self.ran_out) - 1, 'other plan')} ran out of memory, too")
         found = _fastest(_as_auto(job), num_ranks, self.failures, self.planned)
         if isinstance(found, Infeasible):
             return Rung(f"no other plan fits: {lacking(found, 'this machine')}")

@@ -13,7 +13,7 @@ from spillway.placement.device_choice import because, devices, on_device
 from spillway.plan import DeviceKind, Infeasible, MemoryPlan, Tier
 from spillway.planning.candidates import run_strategies
 from spillway.planning.corrections import NO_CORRECTIONS, Corrections
-from spillway.planning.explain import lacking
+from spillway.planning.explain import lacking, shortfall
 from spillway.planning.hardware import NodeSpec, gpu_node, local_node
 from spillway.planning.model_shape import ModelShape
 from spillway.planning.planner import Overrides, make_plan, plan_run
@@ -52,8 +52,8 @@ def quantity(tier: str, text: str) -> int:
         raise UserError(f"--{tier}: {error}") from error
     if tier == "device" and not num_bytes:
         raise UserError(
-            f"--device {text}: the memory budget of a device must be more than 0; leave --device out to use all of "
-            "its memory"
+            f"--device {text}: the memory budget of a device must be more than 0; leave --device out to use the "
+            "job's budget or the default"
         )
     return num_bytes
 
@@ -107,7 +107,8 @@ def decided_for_this_machine(
         asked = Overrides(world_size=num_ranks, shape=shape, corrections=corrections, kept=kept)
         outcome = _decided_on(device, job, resources, num_ranks, asked, profiles(device).spec)
         if isinstance(outcome, MemoryPlan):
-            return because(outcome, f"the model does not fit {resources.gpus.said}" if found else why)
+            gpus = f"no plan fits on the GPU ({resources.gpus.said})"
+            return because(outcome, f"{gpus}: {shortfall(found[0])}" if found else why)
         found.append(outcome)
     return found[0]
 
@@ -132,7 +133,8 @@ def _decided_on(
     if isinstance(outcome, Infeasible) and outcome.missing_bytes.get(Tier.NVME, 0) > 0:
         budget, free = job.spec.memory.budget.nvme, resources.disk_bytes
         disk = (
-            f"; the disk to spill to has only {format_bytes(free)} free; free space there, or name another with --spill"
+            f"; the disk to spill to has only {format_bytes(free)} free; free space there, or spill to another disk "
+            "(spillway run --spill)"
         )
         if budget is None or free < budget:
             outcome = outcome.model_copy(update={"nearest": outcome.nearest + disk})

@@ -21,7 +21,7 @@ from rich.live import Live
 
 from spillway.errors import UserError
 
-from ..cluster.api import Gone, Unreachable, connect
+from ..cluster.api import READ_A_RUN, Gone, Unreachable, connect
 from ..console import Format, leave_reader, print_json, result_console
 from ..record.directory import names_a_directory, run_at
 from .cluster import FleetSource, JobSource
@@ -80,7 +80,7 @@ def source(options: TopOptions) -> Callable[[], Look]:
     if name is not None and not of_a_cluster and names_a_directory(name):
         run = RunSource(run_at(name))
         return lambda: look_at_one(run.look())
-    cluster = connect(options.context)
+    cluster = connect(options.context, READ_A_RUN)
     namespace = options.namespace or cluster.namespace
     if name is not None:
         job = JobSource(cluster, namespace, name)

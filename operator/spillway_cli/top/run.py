@@ -73,7 +73,7 @@ def state_at_rest(life: Life, last_step: int) -> tuple[str, str]:
         return "NotStarted", "no attempt was ever started here: start one with `spillway run JOB --output DIR`"
     if ended is None:
         where = f"after step {last_step}" if last_step else "before its first step"
-        return "Killed", f"attempt {life.epoch} was killed {where}, as was its `spillway run`; {same}"
+        return "Killed", f"attempt {life.epoch} was killed {where}, as was its `spillway run`; {same}, if there is one"
     message = ended.message.rstrip(".")
     if ended.exit_code == ExitCode.COMPLETED:
         return "Complete", ""

@@ -24,10 +24,11 @@ from spillway.errors import FieldProblem, InvalidJob
 
 from . import conditions as c
 from .conditions import Finding, false
-from .manifests import is_own_key, read_claims
+from .manifests import AttemptFiles, is_own_key
 from .observed import Claim, JobObject
 
-RWX, ROX = "ReadWriteMany", "ReadOnlyMany"
+RWX, ROX, RWO = "ReadWriteMany", "ReadOnlyMany", "ReadWriteOnce"
+DOWNLOAD = "the download must be written to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +134,18 @@ def _alias(fields: BaseModel, name: str) -> str:
     return type(fields).model_fields[name].alias or name
 
 
-def forbidden_change(before: JobSpec, after: JobSpec, attempt: int, *, was_suspended: bool) -> Refusal | None:
+def forbidden_change(begun: AttemptFiles, after: JobSpec, *, was_suspended: bool) -> Refusal | None:
     """Returns the refusal of a change that an older CRD did not reject: of immutable fields, to which the job's
     checkpoints would not fit, or of fields in UNLESS_SUSPENDED although the job was not suspended after the attempt."""
-    since = f"changed since attempt {attempt}; restore the value in its ConfigMap, or"
-    wrong = dict.fromkeys(NEVER_CHANGE, f"immutable, but {since} create a new job")
+    job, since = begun.job, f"changed since attempt {begun.job.epoch} began, but"
+    show = f"kubectl get configmap {begun.name} -n {job.namespace} -o yaml, key job.json"
+    restore = f"restore the value of that attempt ({show}), or"
+    wrong = dict.fromkeys(NEVER_CHANGE, f"{since} is immutable; {restore} create a new TrainingJob")
     if not was_suspended:
-        wrong |= dict.fromkeys(UNLESS_SUSPENDED, f"can change only while the job is suspended, but {since} suspend it")
+        only = f"{since} can change only while the job is suspended"
+        wrong |= dict.fromkeys(UNLESS_SUSPENDED, f"{only}; {restore} set spec.suspend to true")
     problems = [
-        FieldProblem(f"spec.{name}", "another value", wrong[name])
-        for name in changed_fields(before, after)
-        if name in wrong
+        FieldProblem(f"spec.{name}", "", wrong[name]) for name in changed_fields(job.spec, after) if name in wrong
     ]
     return Refusal(c.INVALID_SPEC, tuple(problems)) if problems else None
 
@@ -153,18 +155,19 @@ def forbidden_change(before: JobSpec, after: JobSpec, attempt: int, *, was_suspe
 
 def claim_names(spec: JobSpec) -> tuple[str, ...]:
     """Names of the PersistentVolumeClaims that the pods mount."""
-    return tuple(sorted({name for _, name in _named_claims(spec)}))
+    return tuple(sorted({name for _, name, _ in claim_uses(spec)}))
 
 
-def _named_claims(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Yields each field that names a claim, and the name."""
+def claim_uses(spec: JobSpec) -> Iterator[tuple[str, str, str]]:
+    """Yields each field that names a claim, the name, and why the claim must be writable (empty: it is only read)."""
     if spec.checkpoint.claim is not None:
-        yield "spec.checkpoint.claim", spec.checkpoint.claim
-    for name, field in read_claims(spec).items():
-        yield field, name
+        yield "spec.checkpoint.claim", spec.checkpoint.claim, "checkpoints must be written to it"
+    for field, place in spec.places.items():
+        if place.claim is not None:
+            yield f"spec.{field}.claim", place.claim, DOWNLOAD if place.fetch is not None else ""
     for number, mount in enumerate(spec.pod.mounts):
         if mount.claim is not None:
-            yield f"spec.pod.mounts[{number}].claim", mount.claim
+            yield f"spec.pod.mounts[{number}].claim", mount.claim, "writable is true" if mount.writable else ""
 
 
 def claim_problem(spec: JobSpec, claims: tuple[Claim, ...]) -> Finding | None:
@@ -172,55 +175,33 @@ def claim_problem(spec: JobSpec, claims: tuple[Claim, ...]) -> Finding | None:
     found = {claim.name: claim for claim in claims}
     missing = [
         f"{field} = {name}: PersistentVolumeClaim {name} not found; create it"
-        for field, name in _named_claims(spec)
+        for field, name, _ in claim_uses(spec)
         if name not in found or not found[name].exists
     ]
     if missing:
         return false(c.PLANNED, c.CLAIM_NOT_FOUND, "; ".join(missing))
-    kept = spec.checkpoint.claim
-    if kept is not None:
-        problem = _checkpoint_claim_problem(kept, spec.parallelism.nodes, found[kept].access_modes)
-        if problem is not None:
-            return problem
-    for field, place in spec.places.items():
-        modes = found[place.claim].access_modes if place.claim else ()
-        if place.fetch is not None and set(modes) == {ROX}:
-            needed = (
-                f"spec.{field}.claim = {place.claim}: the download must be written to it, but its access mode is {ROX}"
-            )
-            return false(c.PLANNED, c.CLAIM_NOT_WRITABLE, needed)
-    for number, mount in enumerate(spec.pod.mounts):
-        modes = found[mount.claim].access_modes if mount.claim else ()
-        if mount.writable and set(modes) == {ROX}:
-            needed = f"spec.pod.mounts[{number}].claim = {mount.claim}: writable is true, but its access mode is {ROX}"
-            return false(c.PLANNED, c.CLAIM_NOT_WRITABLE, needed)
     problems = (
-        _text_claim_problem(f"{field} = {name}", spec.parallelism.nodes, found[name].access_modes)
-        for field, name in _named_claims(spec)
-        if field != "spec.checkpoint.claim"
+        access_problem(f"{field} = {name}", spec.parallelism.nodes, found[name].access_modes, written)
+        for field, name, written in claim_uses(spec)
     )
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _checkpoint_claim_problem(claim: str, num_nodes: int, modes: tuple[str, ...]) -> Finding | None:
-    field, are = f"spec.checkpoint.claim = {claim}", ", ".join(modes)
+def access_problem(field: str, num_nodes: int, modes: tuple[str, ...], written: str) -> Finding | None:
+    """Returns the problem with a claim's access modes; `written` as in `claim_uses`."""
     if not modes or RWX in modes:
         return None
-    if num_nodes > 1:
-        needed = f"{num_nodes} nodes write to it, so its access mode must be {RWX}; it is {are}"
-        return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"{field}: {needed}")
-    if set(modes) == {ROX}:
-        return false(
-            c.PLANNED, c.CLAIM_NOT_WRITABLE, f"{field}: checkpoints must be written to it, but its access mode is {are}"
-        )
+    only_read = written in ("", DOWNLOAD)  # by the job's nodes: one pod downloads before they start
+    if num_nodes > 1 and not (only_read and ROX in modes):
+        use = "read from" if not written else "read the download from" if only_read else "write to"
+        needed = RWX if written else f"{ROX} or {RWX}"
+        why = f"{num_nodes} nodes {use} it, so its access mode must be {needed}; it is {', '.join(modes)}"
+        return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"{field}: {why}")
+    if written and set(modes) == {ROX}:
+        other = RWX if num_nodes > 1 else f"{RWO} or {RWX}"
+        why = f"{written}, but its access mode is {ROX}; use a claim with {other}"
+        return false(c.PLANNED, c.CLAIM_NOT_WRITABLE, f"{field}: {why}")
     return None
-
-
-def _text_claim_problem(field: str, num_nodes: int, modes: tuple[str, ...]) -> Finding | None:
-    if not modes or num_nodes == 1 or {ROX, RWX}.intersection(modes):
-        return None
-    needed = f"{num_nodes} nodes read from it, so its access mode must be {ROX} or {RWX}; it is {', '.join(modes)}"
-    return false(c.PLANNED, c.CLAIM_NOT_SHARED, f"{field}: {needed}")
 
 
 def given(spec: dict[str, Any], path: str) -> Any:

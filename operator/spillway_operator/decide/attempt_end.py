@@ -60,9 +60,9 @@ class Termination:
     """Step of the checkpoint that it committed before it stopped on request."""
 
 
-def cause_of_end(pods: Iterable[PodObject], num_nodes: int, short_in_a_row: int = 0) -> Cause:
-    """The cause of a failed attempt; `pods` are those that still exist, finished or not. `short_in_a_row` counts the
-    short attempts just before it.
+def cause_of_end(pods: Iterable[PodObject], num_nodes: int, job_name: str, short_in_a_row: int = 0) -> Cause:
+    """The cause of a failed attempt, whose Job is `job_name`; `pods` are those that still exist, finished or not.
+    `short_in_a_row` counts the short attempts just before it.
 
     If no pod failed by itself, either somebody deleted a follower's peer (a disruption, not counted as a restart), or
     the follower failed without its peer and the Job controller then deleted that peer (counted: the network or the job
@@ -89,10 +89,11 @@ def cause_of_end(pods: Iterable[PodObject], num_nodes: int, short_in_a_row: int 
     missing = set(range(num_nodes)) - {pod.index for pod in there}
     excused = short_in_a_row < FREE_SHORT_ATTEMPTS and not any(_waited_in_vain(pod) for pod in followers)
     if missing and (excused or not followers):
-        return Cause(POD_DELETED, f"the attempt's pod with index {min(missing)} was deleted")
+        return Cause(POD_DELETED, f"pod {min(missing)} of Job {job_name} was deleted")
     if followers:
         return _own_failure(followers[0])
-    return Cause(RANK_CRASHED, "the attempt's Job failed, and no pod shows the cause")
+    gone = f"Job {job_name} failed, but its pods are gone or ended without an error"
+    return Cause(RANK_CRASHED, f"{gone}; see kubectl describe job {job_name}")
 
 
 def saved_step(pods: Iterable[PodObject]) -> int | None:
@@ -193,18 +194,16 @@ def _precedence(pod: PodObject) -> tuple[str, bool, bool, int]:
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
+def where_is(pod: PodObject) -> str:
+    return f"{pod.name} on {pod.node}" if pod.node else pod.name
+
+
 def _own_failure(pod: PodObject) -> Cause:
-    ending = pod.ending
+    ending, where = pod.ending, where_is(pod)
     assert ending is not None
-    where = f"{pod.name} on {pod.node}" if pod.node else pod.name
     if ending.reason == OOM_KILLED:
-        return Cause(
-            OOM_KILLED,
-            f"{where}: the kernel killed a process, because the pod reached its memory limit (exit code "
-            f"{ending.exit_code}); give the pod more (spec.pod.resources.memory), or lower spec.memory.budget.host or "
-            "the batch size",
-            pod.node,
-        )
+        killed = f"the kernel killed a process, because the pod reached its memory limit (exit code {ending.exit_code})"
+        return Cause(OOM_KILLED, f"{where}: {killed}", pod.node)
     termination = read_termination(ending)
     if termination.reason:
         rank = "" if termination.rank is None else f"rank {termination.rank}"
@@ -218,7 +217,7 @@ def _own_failure(pod: PodObject) -> Cause:
 
 
 def _disruption(pod: PodObject) -> Cause:
-    where = f"{pod.name} on {pod.node}" if pod.node else pod.name
+    where = where_is(pod)
     said = clean(pod.status_message) if pod.status_message else ""
     because = f": {said}" if said else ""
     if pod.disruption in _NODE_GONE or pod.status_reason in _NODE_SHUT_DOWN:

@@ -75,7 +75,8 @@ CAUSES: dict[str, str] = {
     retries.REPLANNED: "the scheduler found no node for the attempt's pods, and another plan fits the free nodes",
     retries.NO_PROGRESS: "no step was reported for lifecycle.stallSeconds",
     retries.DEADLINE_EXCEEDED: "attempts ran for lifecycle.activeDeadlineSeconds",
-    retries.PENDING_DEADLINE_EXCEEDED: "no attempt ran for lifecycle.pendingDeadlineSeconds; the message says why",
+    retries.PENDING_DEADLINE_EXCEEDED: "the job waited for an attempt to run for lifecycle.pendingDeadlineSeconds; "
+    "the message says why",
 }
 """Why an attempt ended: reasons of Failed, and of attempts.lastReason."""
 
@@ -110,7 +111,7 @@ REASONS: dict[str, dict[str, str]] = {
         "configuration that fits; the operator tries again, because nodes change",
         CLAIM_NOT_FOUND: "False: a PersistentVolumeClaim that the spec names does not exist; the operator tries again",
         CLAIM_NOT_SHARED: "False: more than one node uses a claim that only one can mount",
-        CLAIM_NOT_WRITABLE: "False: checkpoints are written to the claim, but it is read-only",
+        CLAIM_NOT_WRITABLE: "False: the job writes to the claim, but its access mode is ReadOnlyMany",
         CONTRACT_TOO_LARGE: "False: spec and plan do not fit in a ConfigMap (1 MiB)",
         NO_NUMBER: "False: somebody changed status.attempts to the highest possible number, so no further attempt can "
         "be numbered",
@@ -118,7 +119,8 @@ REASONS: dict[str, dict[str, str]] = {
     QUOTA_RESERVED: {
         "Waiting": "False: the queue has not admitted the attempt yet",
         "Admitted": "the queue admitted the attempt",
-        EVICTED_BY_QUEUE: "False: the queue took the quota back; the attempt ends and a new one queues",
+        EVICTED_BY_QUEUE: "False: Kueue evicted the attempt, or another client suspended its Job; the attempt ends and "
+        "another one follows",
     },
     SCHEDULED: {
         "Waiting": "Unknown: the attempt was created, its pods are not examined yet",
@@ -145,7 +147,7 @@ REASONS: dict[str, dict[str, str]] = {
         "another attempt follows",
         retries.REPLANNED: "False: the scheduler finds no node for the attempt's pods, and another plan fits the free "
         "nodes: the attempt is withdrawn, and one with that plan follows",
-        JOB_GONE: "False: the attempt's Job was deleted and one of its pods was left behind; the message says which",
+        JOB_GONE: "False: the attempt's Job was deleted, but its pods still run; the message says how to delete them",
         "Queued": "False: the attempt waits in a queue",
         RESTARTING: "False: the last attempt ended and another one follows",
         "NotStarted": "False: no attempt was started yet",
@@ -175,7 +177,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     SUSPENDED: {
         SUSPENDED_BY_USER: "spec.suspend is true and nothing runs",
-        STOPPING: "False: spec.suspend is true and the attempt is ending",
+        STOPPING: "False: spec.suspend was set to true and the attempt is ending",
         "NotSuspended": "False: spec.suspend is false",
     },
     COMPLETE: {

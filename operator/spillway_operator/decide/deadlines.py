@@ -61,8 +61,8 @@ def expired(case: Case, obstacle: str) -> Cause | None:
     limit, waited = case.lifecycle_seconds("pendingDeadlineSeconds"), waited_seconds(case)
     if not limit or waited < limit:
         return None
-    over = f"lifecycle.pendingDeadlineSeconds = {limit} is exceeded: no attempt ran for {waited:.0f} s"
-    return Cause(PENDING_DEADLINE_EXCEEDED, f"{over}; {obstacle}")
+    over = f"lifecycle.pendingDeadlineSeconds = {limit} is exceeded"
+    return Cause(PENDING_DEADLINE_EXCEEDED, f"{over}: the job waited {waited:.0f} s for an attempt to run; {obstacle}")
 
 
 def waited_seconds(case: Case) -> float:

@@ -22,7 +22,7 @@ from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import ExitCode
 from spillway.placement.able_nodes import pod_tolerations
 from spillway.planning.model_shape import ModelShape
-from spillway.units import format_quantity
+from spillway.units import format_quantity, format_seconds
 
 from . import conditions as c
 from .answer import PATIENCE_SECONDS, write
@@ -81,14 +81,18 @@ def inspected(case: Case, job: TrainingJob, seen: Inspection) -> ModelShape | De
         return write(case.found(_inspecting(job, "")), creates=(_job(case, job),), look_again=LOOK_SECONDS)
     if not seen.outcome:
         return write(case.found(_inspecting(job, seen.obstacle)), look_again=LOOK_SECONDS)
-    again = Deletion("Job", job_name(name), seen.job_uid)
+    gone = Deletion("Job", job_name(name), seen.job_uid)
     if seen.ending is None and seen.reason != "DeadlineExceeded":  # the pod was lost; the model may be right
-        return write(case.found(_inspecting(job, "its pod was lost")), deletes=(again,), look_again=PATIENCE_SECONDS)
+        return write(case.found(_inspecting(job, "its pod was lost")), deletes=(gone,), look_again=PATIENCE_SECONDS)
     if seen.outcome == "Complete" and seen.ending is not None and read_shape(seen.ending.message) is not None:
         return write(case, creates=(_config_map(case, seen.ending.message.strip()),), look_again=0.0)
-    delete = f"kubectl delete job {job_name(name)} -n {job.metadata.namespace}"
-    message = f"{_why(seen, job.spec)}; correct it, then delete the inspection's Job to create it again: {delete}"
-    return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, message))
+    again = (
+        "correct the cause (files, image, Secret or network), then delete the Job, and the operator tries again: "
+        f"kubectl delete job {job_name(name)} -n {job.metadata.namespace}. A change of spec.model or spec.data needs a "
+        "new TrainingJob"
+    )
+    why = c.clean(_why(seen, job), c.LONGEST_MESSAGE - len(again) - 2)
+    return _waits(case, false(c.PLANNED, c.INSPECTION_FAILED, f"{why}; {again}"))
 
 
 @lru_cache(maxsize=64)
@@ -120,16 +124,20 @@ def _inspecting(job: TrainingJob, obstacle: str) -> Finding:
     return unknown(c.PLANNED, c.INSPECTING, f"{what}: {obstacle}" if obstacle else what)
 
 
-def _why(seen: Inspection, spec: TrainingJobSpec) -> str:
+def _why(seen: Inspection, job: TrainingJob) -> str:
+    name = job_name(job.metadata.name)
     if seen.reason == "DeadlineExceeded":
-        return f"building the model took longer than {_deadline_seconds(spec)} s, or its pod could not start"
+        what = "the download" if _fetched(job.spec) else "building the model"
+        limit = format_seconds(_deadline_seconds(job.spec))
+        return f"{what} took longer than {limit}, or the pod of Job {name} could not start"
     assert seen.ending is not None
     if seen.ending.reason == "OOMKilled":
-        limit = format_quantity(INSPECTION_MEMORY_BYTES)
-        return f"building the model used more than {limit} of memory; create its parameters on device meta"
+        used = f"Job {name} used more than {format_quantity(INSPECTION_MEMORY_BYTES)} of memory"
+        own = "; create the model's parameters without the argument device" if job.spec.model.entrypoint else ""
+        return used + own
     if seen.ending.exit_code == ExitCode.USER_ERROR and seen.ending.message:
         return seen.ending.message
-    return f"building the model ended with exit code {seen.ending.exit_code}: {seen.ending.message or 'no message'}"
+    return f"Job {name} ended with exit code {seen.ending.exit_code}: {seen.ending.message or 'no message'}"
 
 
 def _job(case: Case, job: TrainingJob) -> Manifest:

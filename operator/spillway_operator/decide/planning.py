@@ -34,6 +34,14 @@ LONGEST_TEXT = 1024
 MOST_NODES = 16
 """Largest number of preferred nodes in the status."""
 
+_MORE_MEMORY = {
+    Tier.DEVICE: ("device memory", "raise spec.memory.budget.device, or use a node with more device memory"),
+    Tier.HOST: ("host memory", "raise spec.memory.budget.host, or use a node with more host memory"),
+    Tier.NVME: ("NVMe space", "use a larger spill volume"),
+    None: ("pod memory", "raise spec.pod.resources.memory, or use a node with more memory"),
+}
+"""Tier that ran out -> its name, and what to do if no plan needs less of it; None = memory of the pod."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttemptHistory:
@@ -76,14 +84,17 @@ def plan_attempt(
     except TimeoutError as error:
         return false(c.PLANNED, "NoNode", str(error))
     except Exception as error:
-        why = f"planning failed, which is a bug in Spillway: {type(error).__name__}: {error}"
+        bug = f"planning failed, which is a bug in Spillway: {type(error).__name__}: {error}"
+        why = f"{bug}; the operator tries again; please report it with this job's spec"
         return false(c.PLANNED, "NoNode", why)
     if isinstance(placed, Unplaceable):
         return false(c.PLANNED, placed.reason if placed.reason in c.REASONS[c.PLANNED] else "NoNode", placed.message)
-    if repeats(past.failures, placed.plan, placed.pod.memory_bytes):
-        return false(
-            c.PLANNED, "DoesNotFit", "every other plan that fits needs at least as much of the memory that ran out"
-        )
+    again = next((one for one in past.failures if repeats([one], placed.plan, placed.pod.memory_bytes)), None)
+    if again is not None:
+        what, remedy = _MORE_MEMORY[again.tier]
+        needs = f"it needs at least as much {what} as attempt {again.attempt}"
+        why = f"the next plan would run out again: {needs}; {remedy}"
+        return false(c.PLANNED, "DoesNotFit", why)
     decision = Decision(
         attempts=past.attempts,
         preferences=tuple(Preferred(node=best.node, weight=best.weight) for best in placed.preferences),

@@ -9,6 +9,10 @@ from .observed import AttemptObject, PodObject
 
 TERMINATION_SLACK_SECONDS = 30.0
 """A pod that exists this long after its grace period will not end by itself: its node is lost."""
+CHECK_IMAGE = (
+    "check the image's name (spec.pod.image, by default the chart's trainer.image), the registry and "
+    "spec.pod.imagePullSecrets"
+)
 
 
 def pod_findings(
@@ -18,7 +22,7 @@ def pod_findings(
         why = f"Job {attempt.name} cannot create {'its' if not pods else 'more'} pods: {refusal}"
         return false(c.SCHEDULED, c.PODS_REFUSED, why), false(c.RUNNING, "Starting")
     if not pods:
-        why = f"the attempt's Job has no pods yet; see kubectl describe job {attempt.name} -n {attempt.namespace}"
+        why = f"Job {attempt.name} has no pods yet; see kubectl describe job {attempt.name} -n {attempt.namespace}"
         return false(c.SCHEDULED, "NoPods", why), false(c.RUNNING, "Starting")
     all_have_nodes = len(pods) >= num_nodes and all(pod.node for pod in pods)
     scheduled = true(c.SCHEDULED, "Scheduled") if all_have_nodes else unknown(c.SCHEDULED, "Waiting")
@@ -28,13 +32,12 @@ def pod_findings(
         scheduled = false(c.SCHEDULED, "Unschedulable", f"{unschedulable.name}: {unschedulable.unschedulable}")
     waiting = next((pod for pod in pods if pod.waiting), None)
     if waiting is not None:
-        reason = waiting.waiting.partition(":")[0]
-        corrected = "spec.pod.image" if "image" in reason.lower() else "spec"
+        of_the_image = "image" in waiting.waiting.partition(":")[0].lower()
+        fix = CHECK_IMAGE if of_the_image else "fix the cause, for example create what is missing"
         mend = (
-            f"correct {corrected}, then start a new attempt: kubectl delete job {attempt.name} -n {attempt.namespace}"
+            f"{fix}; the kubelet tries again. "
+            f"After a change of the spec: kubectl delete job {attempt.name} -n {attempt.namespace}"
         )
-        if reason.startswith("Failed"):  # the kubelet tries again
-            mend = f"once that is corrected, the pod starts; or {mend}"
         said = c.clean(waiting.waiting, c.LONGEST_MESSAGE - len(waiting.name) - len(mend) - 4)
         return scheduled, false(c.RUNNING, "ContainerWaiting", f"{waiting.name}: {said}; {mend}")
     if unschedulable is not None:

@@ -25,7 +25,7 @@ from spillway.api.status import (
     TrainingJobStatus,
 )
 from spillway.feedback.live_correction import LEAST_BYTES, lowered
-from spillway.units import GIB, KIB, MIB, TIB, format_seconds
+from spillway.units import GIB, KIB, MIB, TIB, counted, format_seconds
 
 from .conditions import clean
 from .observed import EventNote
@@ -159,8 +159,8 @@ def member_notes(before: tuple[MemberStatus, ...], after: tuple[MemberStatus, ..
     rest = ended[MOST_MEMBER_NOTES:]
     if not rest:
         return notes
-    names = ", ".join(one.name for one in rest)
-    return (*notes, EventNote("Normal", "MembersEnded", "EndMember", clean(f"{len(rest)} more members: {names}")))
+    said = f"{counted(len(rest), 'more member')} failed or stopped: {', '.join(one.name for one in rest)}"
+    return (*notes, replace(_member_note(rest[0]), reason="MembersEnded", note=clean(said)))
 
 
 def _member_note(member: MemberStatus) -> EventNote:

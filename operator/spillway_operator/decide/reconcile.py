@@ -35,18 +35,19 @@ from spillway.feedback.retries import (
     JOB_DELETED,
     MEMORY_ERRORS,
     NODE_LOST,
+    OOM_KILLED,
     Retry,
     is_fault_of_node,
     retry_of,
 )
 from spillway.placement import place as placement
-from spillway.units import format_seconds
+from spillway.units import counted, format_seconds
 
 from . import conditions as c
 from . import gangs, manifests
 from .acceptance import Refusal, accept, changed_fields, given
 from .answer import NOT_SUSPENDED, PATIENCE_SECONDS, give_up, none_lives, patience, write
-from .attempt_end import Cause, cause_of_end, completed_rank, saved_step
+from .attempt_end import Cause, cause_of_end, completed_rank, saved_step, where_is
 from .case import Case, is_over, known_seconds, num_steps, seconds_of, whole
 from .conditions import Finding, false, true, unknown
 from .contracts import memory_failure, memory_failures, missing, newest_contract, not_read, read_files
@@ -133,7 +134,7 @@ def _watch(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - on
     if attempt.attempt > case.attempts.total:
         case = _adopted(case, attempt)
     case = _with_report(case)
-    if not case.wants_suspension:
+    if not (case.wants_suspension or (attempt.deleting and not attempt.outcome and _was_stopped(case))):
         case = case.found(NOT_SUSPENDED)
     if attempt.outcome == "Complete":
         return _completed(case, attempt)
@@ -185,19 +186,21 @@ def _end(case: Case, cause: Cause) -> Desired:
 
 _STARTING = (unknown(c.SCHEDULED, "Waiting"), false(c.RUNNING, "Starting"), unknown(c.PROGRESSING, "Waiting"))
 _ALL_RUN = (true(c.SCHEDULED, "Scheduled"), true(c.RUNNING, "Running"))
-_STOPPING = false(c.SUSPENDED, c.STOPPING, "the attempt writes a checkpoint and ends")
+_STOPPING = false(
+    c.SUSPENDED, c.STOPPING, "the attempt is ending; a trainer that has begun to train first writes a checkpoint"
+)
 _NOBODY_HEARD = unknown(
     c.PROGRESSING,
     c.NO_REPORT,
-    "no step was reported for lifecycle.stallSeconds, and no other job reported meanwhile: the operator may be at "
-    "fault (its Service, its certificate, the network), so no attempt is ended",
+    "no job reports steps, so the operator itself may be at fault (its Service, its certificate, the network); "
+    "no attempt is ended",
 )
 _NEVER_HEARD = unknown(
     c.PROGRESSING,
     c.NO_REPORT,
     "all pods run, but this job has never reported: the trainer hangs, cannot reach the operator, or is a script that "
-    "reports nothing; see its log. "
-    "lifecycle.stallSeconds does not apply to a job that has never reported",
+    "reports nothing; see spillway logs. The attempt is not ended, because lifecycle.stallSeconds applies only to jobs "
+    "that have reported",
 )
 
 
@@ -232,14 +235,15 @@ def _with_report(case: Case) -> Case:
 def _no_report(case: Case) -> Finding:
     """The finding for an overdue report. Its text does not change with time, so that it is written once."""
     what = f"no step was reported since {case.last_step_time}, for more than {format_seconds(case.patience_seconds)}"
-    return unknown(c.PROGRESSING, c.NO_REPORT, f"{what}: the trainer hangs, or cannot reach the operator; see its log")
+    why = f"the trainer hangs, or cannot reach the operator; see spillway logs {case.observed.job.name}"
+    return unknown(c.PROGRESSING, c.NO_REPORT, f"{what}: {why}")
 
 
 def _queued(case: Case, attempt: AttemptObject) -> Desired:
     """Handles a suspended attempt, which the queue resumes. An evicted one has run: a new attempt replaces it."""
     has_run = case.attempts.active_time or case.reason(c.QUOTA_RESERVED) in ("Admitted", c.EVICTED_BY_QUEUE)
     if has_run or attempt.active or attempt.ready:
-        evicted = false(c.QUOTA_RESERVED, c.EVICTED_BY_QUEUE, "the queue took the quota back; a new attempt will queue")
+        evicted = false(c.QUOTA_RESERVED, c.EVICTED_BY_QUEUE, f"{_evicted(case)}; another attempt follows")
         return write(case.found(evicted), deletes=(_deletion(attempt),), look_again=PATIENCE_SECONDS)
     waited = case.seconds_since(c.QUOTA_RESERVED, "False")
     in_a_queue = bool(given(case.spec, "scheduling.queueName"))
@@ -250,6 +254,16 @@ def _queued(case: Case, attempt: AttemptObject) -> Desired:
     if over is not None:
         return _end(case.found(*waits), over)
     return write(case.found(*waits), look_again=patience(waited) if in_a_queue else None)
+
+
+def _evicted(case: Case) -> str:
+    if given(case.spec, "scheduling.queueName"):
+        return "Kueue evicted the attempt"
+    return f"another client suspended Job {_job_name(case)}"
+
+
+def _job_name(case: Case) -> str:
+    return manifests.attempt_name(case.observed.job.name, case.attempts.total)
 
 
 def _not_ready(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - one line per case
@@ -316,7 +330,9 @@ def _stopping(case: Case, attempt: AttemptObject) -> Desired:
         return write(case, look_again=patience(waited))
     if case.observed.contracts is None:
         return Desired(needs=frozenset({"contracts"}))
-    return _ended(case, Cause(NODE_LOST, "a pod did not end within its grace period: its node is lost"))
+    pod = next(pod for pod in case.observed.pods if is_lost(pod, case.seconds_now))
+    late = f"{where_is(pod)}: did not end within its grace period, so its node counts as lost"
+    return _ended(case, Cause(NODE_LOST, late, pod.node))
 
 
 # --- the job has ended ------------------------------------------------------------------------------------------------
@@ -356,8 +372,8 @@ def _completed(case: Case, attempt: AttemptObject) -> Desired:
     if said is not None and said.step:
         steps = min(said.step, steps or said.step)
     case = case.changed(progress=at_the_end(known, steps), completion_time=case.now)
-    what = f"{steps} steps" if steps or not is_script(case.spec) else "the script ended"
-    trained = f"{what} in {total} attempt{'s' if total > 1 else ''}"
+    what = counted(steps, "step") if steps else "the script ended" if is_script(case.spec) else "completed"
+    trained = f"{what} in {counted(total, 'attempt')}"
     if said is not None and steps < asked:
         trained += f"; {said.message}"
     if case.status.best_member:
@@ -370,7 +386,7 @@ def _failed(case: Case, attempt: AttemptObject) -> Desired:
     if needs:
         return Desired(needs=needs)
     pods, short_in_a_row = case.observed.pods or (), case.attempts.short_in_a_row
-    cause = cause_of_end(pods, case.num_nodes, short_in_a_row)
+    cause = cause_of_end(pods, case.num_nodes, attempt.name, short_in_a_row)
     return _ended(_with_what_pods_say(case), cause, attempt.outcome_time)
 
 
@@ -382,20 +398,19 @@ def _vanished(case: Case) -> Desired:
     case, pods = _with_what_pods_say(_with_report(case)), case.observed.pods or ()
     if not all(is_finished(pod) or is_lost(pod, case.seconds_now) for pod in pods):
         case = case.found(_STOPPING) if case.wants_suspension else case
-        left = next((pod for pod in pods if pod.orphaned and not pod.deleting and not is_finished(pod)), None)
-        case = case.found(_job_gone(case, left)) if left is not None and case.ending is None else case
+        is_left = any(pod.orphaned and not pod.deleting and not is_finished(pod) for pod in pods)
+        case = case.found(_job_gone(case)) if is_left and case.ending is None else case
         return write(case, look_again=PATIENCE_SECONDS)
     if case.reason(c.QUOTA_RESERVED) == c.EVICTED_BY_QUEUE:
-        return _ended(case, Cause(ExitCode.PREEMPTED.reason, "the queue took the quota back"))
-    return _ended(case, Cause(JOB_DELETED, "the attempt's Job was deleted"))
+        return _ended(case, Cause(ExitCode.PREEMPTED.reason, _evicted(case)))
+    return _ended(case, Cause(JOB_DELETED, f"Job {_job_name(case)} was deleted"))
 
 
-def _job_gone(case: Case, left: PodObject) -> Finding:
-    """The finding after a deletion with --cascade=orphan: nothing else will end this pod."""
-    job, namespace = case.observed.job.name, case.observed.job.namespace
-    gone = manifests.attempt_name(job, case.attempts.total)
-    mend = f"delete it (kubectl delete pod {left.name} -n {namespace})"
-    return false(c.RUNNING, c.JOB_GONE, f"Job {gone} was deleted, but pod {left.name} is still running: {mend}")
+def _job_gone(case: Case) -> Finding:
+    """The finding after a deletion with --cascade=orphan: nothing else will end these pods."""
+    gone = _job_name(case)
+    delete = f"kubectl delete pod -n {case.observed.job.namespace} -l batch.kubernetes.io/job-name={gone}"
+    return false(c.RUNNING, c.JOB_GONE, f"Job {gone} was deleted, but its pods still run: {delete}")
 
 
 def _with_what_pods_say(case: Case) -> Case:
@@ -417,7 +432,7 @@ def _ended(case: Case, cause: Cause, end: str = "") -> Desired:
     """Accounts for the end of the current attempt, at the time `end` or now, and decides what follows."""
     cause = case.ending or cause
     known, retry = case.attempts, retry_of(cause.reason)
-    if case.wants_suspension and retry is not Retry.NEVER:
+    if (case.wants_suspension or _was_stopped(case)) and retry is not Retry.NEVER:
         return _between_attempts(_accounted(case, Cause(SUSPENDED_REASON, ""), 0, end))
     lasted = case.seconds_now - seconds_of(known.start_time or case.now)
     is_short = lasted < SHORT_ATTEMPT_SECONDS
@@ -429,7 +444,7 @@ def _ended(case: Case, cause: Cause, end: str = "") -> Desired:
     if retry is Retry.COUNTED:
         limit = whole(given(case.spec, "lifecycle.maxRestarts"), DEFAULT_RESTARTS)
         if known.restarts >= limit:
-            return give_up(case, Cause(cause.reason, f"lifecycle.maxRestarts = {limit} is reached; {cause.message}"))
+            return _give_up(case, cause, f"; no restart is left (lifecycle.maxRestarts = {limit})")
         case = case.changed(attempts=case.attempts.model_copy(update={"restarts": known.restarts + 1}))
     message = f"attempt {known.total} ended: {cause.message}"
     return _between_attempts(replace(case, because=message).found(*none_lives(c.RESTARTING, message)))
@@ -440,15 +455,25 @@ def _replanned(case: Case, cause: Cause) -> Desired:
     mode, tries = given(case.spec, "memory.mode") or "Auto", case.attempts.memory_errors - 1
     if mode == "Advise":
         case = _advised(case)
-    if mode != "Auto" or is_script(case.spec):
-        return give_up(case, cause)
+    more = "; raise spec.pod.resources.memory" if cause.reason == OOM_KILLED else ""
+    if is_script(case.spec):
+        return _give_up(case, cause, more)
+    if mode != "Auto":
+        return _give_up(case, cause, f"{more}; no other plan is tried, because memory.mode is {mode}")
     if tries_are_used_up([one.reason for one in case.status.escalations], case.attempts.memory_errors):
-        used_up = f"{tries} other plans were tried (status.escalations)"
-        return give_up(case, Cause(cause.reason, c.clean(f"{used_up}; {cause.message}"), cause.node, cause.rank))
+        tried = f"{counted(tries, 'other plan')} ran out of memory, too (see status.escalations)"
+        return _give_up(case, cause, f"; {tried}{more}")
     if memory_failure(case, case.attempts.total, cause.reason) is None:
-        return give_up(case, cause)  # the plan that ran out is not known
+        unread = f"ConfigMap {_job_name(case)}, which has this attempt's plan, is missing or of another version"
+        return _give_up(case, cause, f"{more}; no other plan is tried, because {unread}")
     message = f"attempt {case.attempts.total} ended: {cause.message}"
     return _between_attempts(replace(case, because=message).found(*none_lives(c.RESTARTING, message)))
+
+
+def _give_up(case: Case, cause: Cause, why: str) -> Desired:
+    """Fails the job; `why` no attempt follows is kept even after the longest message."""
+    said = c.clean(cause.message, c.LONGEST_MESSAGE - len(why))
+    return give_up(case, replace(cause, message=said + why))
 
 
 def _advised(case: Case) -> Case:
@@ -539,8 +564,24 @@ def _suspended(case: Case) -> Desired:
         case = case.found(false(c.QUOTA_RESERVED, "Waiting", "spec.suspend is true"))
     outcome = accept(case.observed.job)
     accepted = outcome.finding() if isinstance(outcome, Refusal) else true(c.ACCEPTED, "Valid")
-    suspended = true(c.SUSPENDED, c.SUSPENDED_BY_USER, "set spec.suspend to false to resume from the last checkpoint")
+    suspended = true(c.SUSPENDED, c.SUSPENDED_BY_USER, f"set spec.suspend to false to {_resumption(case)}")
     return write(case.found(accepted, suspended, *none_lives("Suspended")))
+
+
+def _resumption(case: Case) -> str:
+    """What the job does after a suspension. What a script does is not known."""
+    if not case.attempts.total:
+        return "start"
+    if is_script(case.spec):
+        return "continue"
+    if not given(case.spec, "checkpoint.claim"):
+        return "continue; checkpoint.claim is not set, so the next attempt starts from the beginning"
+    return "resume from the last checkpoint" if case.status.checkpoint is not None else "continue"
+
+
+def _was_stopped(case: Case) -> bool:
+    """Whether the attempt is ending because of spec.suspend, although that may be false again."""
+    return case.reason(c.SUSPENDED) == c.STOPPING
 
 
 def case_of(observed: Observed, now: str, place: placement.Place) -> Case:

@@ -102,14 +102,12 @@ def fits_elsewhere(case: Case) -> Cause | None:
         return None
     if isinstance(placed, Unplaceable) or not placed.at_once:
         return None
-    known = planned.pod_memory or 0
-    if placed.node.name == planned.node and placed.pod.memory_bytes >= known:
+    known, needed = planned.pod_memory or 0, placed.pod.memory_bytes
+    if placed.node.name == planned.node and needed >= known:
         return None
-    less = f"with pods of {format_bytes(placed.pod.memory_bytes)} instead of {format_bytes(known)}"
-    return Cause(
-        REPLANNED,
-        f"the scheduler finds no node, so the job is planned again for what is free: {placed.node.name}, {less}",
-    )
+    less = f", with pods of {format_bytes(needed)} instead of {format_bytes(known)}" if needed < known else ""
+    again = "the scheduler finds no node, so the job is planned again for the free nodes"
+    return Cause(REPLANNED, f"{again}: class {placed.node.name}{less}")
 
 
 def _past(case: Case, number: int) -> AttemptHistory:
@@ -137,7 +135,7 @@ def _not_planned(case: Case, found: Finding) -> Desired:
     if found.reason != "DoesNotFit" or known.last_reason not in MEMORY_ERRORS:
         return _wait(case, found)
     why = case.because or _why_restarting(case)
-    message = c.clean(f"{why}; no other plan fits: {found.message}")
+    message = c.clean(f"{why}; no further attempt follows: {found.message}")
     return give_up(case.found(found), Cause(known.last_reason, message))
 
 
@@ -159,7 +157,7 @@ def _obstacle(case: Case, job: TrainingJob | ScriptJob) -> Finding | None:
         suspended.status == "True"
         or seconds_of(suspended.last_transition_time or "") >= seconds_of(case.attempts.end_time or "")
     )
-    altered = begun and forbidden_change(begun.job.spec, job.spec, begun.job.epoch, was_suspended=was_suspended)
+    altered = begun and forbidden_change(begun, job.spec, was_suspended=was_suspended)
     return altered.finding() if altered else claim_problem(job.spec, case.observed.claims or ())
 
 
@@ -257,7 +255,10 @@ def durability(case: Case) -> Finding:
 
 def waits_for_quota(case: Case) -> tuple[Finding, ...]:
     queue = given(case.spec, "scheduling.queueName")
-    why = f"waiting for quota in the queue {queue}" if queue else "the attempt's Job was suspended by somebody else"
+    job, name = case.observed.job, manifests.attempt_name(case.observed.job.name, case.attempts.total)
+    resume = f"kubectl patch job {name} -n {job.namespace} -p " + """'{"spec":{"suspend":false}}'"""
+    by_hand = f"Job {name} has spec.suspend: true, which Spillway did not set; to resume it: {resume}"
+    why = f"waiting for quota in the queue {queue}" if queue else by_hand
     said = case.observed.queue_says
     if queue and said is None:  # not asked this time: keep its last message
         known = c.find(case.before.conditions, c.QUOTA_RESERVED)

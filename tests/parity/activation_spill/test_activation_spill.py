@@ -340,8 +340,8 @@ def test_a_failed_write_stays_in_host_memory_and_changes_no_bit(lanes: type) -> 
         assert torch.equal(pipeline.x.grad, pipeline.expected())
     assert pipeline.host.held_bytes == 0
     assert [re.sub(r"\d+", "#", line) for line in pipeline.said] == [
-        *["spill: /spill: write of saved storage # of block# at offset #: Input/output error (errno #). Its bytes stay "
-          "in host memory, and that part of the file is not used again"] * 3,
+        *["spill: /spill: write of saved storage # of block# at offset #: Input/output error (errno #). The bytes "
+          "of this write stay in host memory, and its place in the file is not used again"] * 3,
         "spill: /spill is not written to any more; its contents can still be read",
         "spill: activations of block#: goes to host memory instead of NVMe, because a device failed (/spill: write of "
         "saved storage # of block# at offset #: Input/output error (errno #)); later spills go there, too",

@@ -14,10 +14,12 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForMaskedLM
 
+from cases.chats import model_directory
 from cases.huggingface_models import BATCH, LENGTH, SPEC, VOCABULARY, batch_for, filled, spec_of, structural_chain
 from harness.allocator_peak import allocated_peak
+from harness.tiny_model import save_model
 from spillway.api.sweep.members import solo_specs
 from spillway.api.training_job import TrainingJobSpec
 from spillway.errors import UserError
@@ -332,7 +334,7 @@ def test_a_forward_that_depends_on_values_is_an_error(
     chain = build_model(spec_of("llama"))
     chain.layers[1] = wrap(chain.layers[1])
     monkeypatch.setattr(inspect_module, "build_model", lambda *_: chain)
-    with pytest.raises(UserError, match=f"{operation}.* depends on the values of a tensor, .*; use torch.where"):
+    with pytest.raises(UserError, match=f"{operation}.* depends on the values of a tensor, .* use torch.where"):
         inspect_module.inspect(spec_of("llama"), {})
 
 
@@ -367,9 +369,7 @@ def test_the_command_refuses_with_a_sentence(tmp_path: Path) -> None:
 
 def test_members_with_other_adapters_have_their_own_shapes(tmp_path: Path) -> None:
     """In one answer, of which what they have in common is written once."""
-    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=3, n_head=2)).save_pretrained(
-        tmp_path / "gpt2"
-    )
+    save_model(tmp_path / "gpt2")
     spec = yaml.safe_load(SPEC)["spec"] | {"model": {"source": {"path": str(tmp_path / "gpt2")}, "lora": {"rank": 2}}}
     spec["members"] = [
         {"name": "two", "training": {"seed": 1}},
@@ -388,13 +388,55 @@ def test_members_with_other_adapters_have_their_own_shapes(tmp_path: Path) -> No
         assert found.num_trained == one.model.lora.rank * shape.num_trained // 2
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda directory: (directory / "tokenizer.json").unlink(), r"tokenizer\.json: No such file or directory; add"),
+        (lambda directory: (directory / "tokenizer_config.json").write_text('{"chat_template": 3}'), "chat template"),
+        (
+            lambda directory: model_directory(directory, "chatml", None),
+            r"has \d+ tokens, but the model's vocabSize is 300",
+        ),
+    ],
+    ids=["no tokenizer", "a template that is none", "another model's tokenizer"],
+)
+def test_a_tokenizer_that_a_run_would_reject_is_rejected(
+    change: Callable[[Path], object], why: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path)
+    spec = yaml.safe_load(SPEC)["spec"] | {
+        "model": {"source": {"path": str(tmp_path)}},
+        "data": {"chat": {"path": "/c"}},
+    }
+    inspect_module.inspect(TrainingJobSpec.model_validate(spec), {})
+    change(tmp_path)
+    with pytest.raises(UserError, match=why):
+        inspect_module.inspect(TrainingJobSpec.model_validate(spec), {})
+
+
+def test_a_model_of_masked_tokens_needs_a_tokenizer_with_a_mask(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    sizes = BertConfig(
+        vocab_size=300,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        pad_token_id=None,
+    )
+    BertForMaskedLM(sizes).save_pretrained(tmp_path)
+    spec = yaml.safe_load(SPEC)["spec"] | {"model": {"source": {"path": str(tmp_path)}}}
+    with pytest.raises(UserError, match=r"tokenizer\.json: has no mask token, .*; name it as mask_token"):
+        inspect_module.inspect(TrainingJobSpec.model_validate(spec), {})
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "mask_token": "a"}')
+    inspect_module.inspect(TrainingJobSpec.model_validate(spec), {})
+
+
 @pytest.mark.parametrize("model", ["gpt2", "nowhere"])
 def test_a_pod_tells_the_shape_or_the_error_in_its_termination_message(model: str, tmp_path: Path) -> None:
     """As the operator asks it (decide/inspection.py)."""
     if model == "gpt2":
-        GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=3, n_head=2)).save_pretrained(
-            tmp_path / "models" / "gpt2"
-        )
+        save_model(tmp_path / "models" / "gpt2")
     spec = yaml.safe_load(SPEC)["spec"] | {"model": {"source": {"claim": "models", "subPath": model}}}
     asked, told = tmp_path / "job.json", tmp_path / "termination-log"
     asked.write_text(json.dumps({"spec": spec, "claims": {"models": str(tmp_path / "models")}}))

@@ -423,7 +423,10 @@ def test_budget_that_is_no_quantity_is_refused(job_file: Path, capsys: pytest.Ca
 def test_impossible_budget_says_numbers_and_what_would_fit(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(job_file, "--device", "1Mi") == ExitCode.DOES_NOT_FIT
     said = capsys.readouterr().err
-    assert re.search(r"device lacks \d+(\.\d+)? MiB", said) and "what would fit: spec.memory.budget.device" in said
+    assert (
+        re.search(r": \d+(\.\d+)? MiB of device memory missing", said)
+        and "what would fit: spec.memory.budget.device" in said
+    )
 
 
 def test_no_traceback_without_a_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

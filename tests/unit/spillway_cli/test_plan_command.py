@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cases.job_documents import EXAMPLE_JOBS, LLAMA_70B, text
 from harness.depth import some
 from spillway.plan import Infeasible, MemoryPlan
+from spillway.planning.explain import TOO_MANY_WRITES
 from spillway.units import MIB, format_bytes
 from spillway_cli.__main__ import run_app
+from spillway_cli.plan_command import show
 
 
 @pytest.fixture
@@ -65,8 +68,8 @@ def test_the_processes_around_the_plan_are_shown(manifest: Path, capsys: pytest.
     run(manifest, device="100Mi")
     printed = capsys.readouterr().out
     assert made.process_bytes > 512 * MIB
-    assert f"processes need {format_bytes(made.process_bytes)} of host memory" in printed
-    assert f"the machine needs {format_bytes(made.machine_bytes)}" in printed
+    assert f"the machine needs {format_bytes(made.machine_bytes)} of memory: " in printed
+    assert f" {format_bytes(made.process_bytes)} for the processes" in " ".join(printed.split())
 
 
 def test_a_gpu_plan_shows_what_its_allocator_takes(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +86,13 @@ def test_what_does_not_fit_comes_with_figures_and_the_nearest_that_fits(
     printed = capsys.readouterr().out
     assert "missing" in printed
     assert "fits with: spec.memory.budget.device: " in printed
+
+
+def test_a_plan_that_only_writes_too_much_is_said_so() -> None:
+    console = Console(width=200, record=True)
+    show(console, Infeasible(job="a", node="b", missing_bytes={}, budget={}, nearest="more"), "")
+    (line,) = console.export_text().split("\n\nfits with: more\n")[0].splitlines()
+    assert line == f"a does not fit on b. Reason: {TOO_MANY_WRITES}."
 
 
 def test_text_without_a_terminal_is_plain(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,9 @@ def test_an_error_of_ours_ends_with_its_own_code(error_class: type[errors.Spillw
     ],
 )
 def test_a_failed_allocation_is_host_out_of_memory(error: Exception) -> None:
-    assert ending_of(error).exit_code == errors.ExitCode.HOST_OUT_OF_MEMORY
+    ending = ending_of(error)
+    assert ending.exit_code == errors.ExitCode.HOST_OUT_OF_MEMORY
+    assert ending.message.startswith(f"out of host memory: {str(error) or 'MemoryError'}. Raise")
 
 
 @pytest.mark.parametrize(
@@ -96,4 +98,4 @@ def test_a_device_whose_allocator_refuses_is_device_memory_that_ran_out() -> Non
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
     ending = ending_of(error)
     assert (ending.exit_code, ending.reason) == (70, "DeviceOutOfMemory")
-    assert "Tried to allocate 2.00 GiB. Lower spec.training.microBatchSize" in ending.message
+    assert "Tried to allocate 2.00 GiB. To need less, offload more" in ending.message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from spillway.plan import ActivationPlan, Policy, Tier
+from spillway.plan import PLAN_AGAIN, ActivationPlan, Policy, Tier
 
 from ..saved_tensors import ActivationBatch, ForwardVisit, Packer, ParameterSource, SavedTensors
 from ..tiers.device_ledger import ACTIVATIONS, DeviceLedger
@@ -86,13 +86,12 @@ def build(  # noqa: PLR0913 - the parts that it joins
     if plan.answers and len(plan.answers) != len(segments):
         raise ValueError(
             f"the plan has activation policies for {len(plan.answers)} segments, but the model has {len(segments)} "
-            "segments (groups of layers); plan the job again (spillway plan)"
+            f"segments (groups of layers); {PLAN_AGAIN}"
         )
     if Policy.NVME in {*plan.uses, inputs}:
         if nvme is None:
             raise ValueError(
-                "the plan spills activations to NVMe, but reserves no bytes for a spill file on NVMe; plan the job "
-                "again (spillway plan)"
+                f"the plan spills activations to NVMe, but reserves no bytes for a spill file on NVMe; {PLAN_AGAIN}"
             )
         nvme.reclaim = lanes.reclaim
     store = SpillStore(lanes, ledger, nvme, plan.minimum_bytes, plan.window_bytes)

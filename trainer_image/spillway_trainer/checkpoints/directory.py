@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 from spillway import __version__
 from spillway.errors import CheckpointCorrupt, Fenced, UserError
 
-from .durable_files import DurableFiles, FileEntry, describe_file
+from .durable_files import ANOTHER_DIRECTORY, DurableFiles, FileEntry, describe_file
 from .manifest import (
     MANIFEST,
     CheckpointName,
@@ -147,8 +147,7 @@ def choose_resume(directory: Path) -> Resume:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointCorrupt(
             f"{directory}: every checkpoint from which this run could resume is damaged or missing:\n{lines}\n"
-            "restore one of them from a copy, or train from the start in another directory (spillway run --output, or "
-            "spec.checkpoint.subPath)",
+            f"restore one of them from a copy, or train from the start in {ANOTHER_DIRECTORY}",
             problems=[str(problem) for problem in problems],
         )
     return Resume(None, ())

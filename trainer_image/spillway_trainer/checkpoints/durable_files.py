@@ -16,6 +16,8 @@ from pathlib import Path
 
 import xxhash
 
+ANOTHER_DIRECTORY = "another directory (spillway run --output, or spec.checkpoint.subPath)"
+"""How a user moves a job's corpus and checkpoints."""
 READ_BYTES = 4 * 2**20
 """Bytes per read while hashing: large enough to keep a disk busy, small enough to stay in the cache."""
 

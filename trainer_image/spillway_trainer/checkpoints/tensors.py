@@ -32,7 +32,7 @@ from spillway.update_rules import MASTER, MomentType, UpdateRule
 from ..optimizer.plain import MOMENT_DTYPES, Hyperparameters
 from ..ranks import Ranks, Result
 from .directory import Epoch, Part, Pending, not_written
-from .durable_files import DurableFiles, describe_file
+from .durable_files import ANOTHER_DIRECTORY, DurableFiles, describe_file
 from .manifest import StoredCheckpoint, TensorEntry, TrainingState
 
 NONE: Mapping[str, Sequence[int]] = {}
@@ -294,10 +294,9 @@ def check_same_run(
     ]
     if differences:
         raise UserError(
-            f"checkpoint of step {state.step}: belongs to another run: {'; '.join(differences)}. Restore what that "
-            "run used (corpus directory, spec.model.source, spec.data, spec.training.seed, spec.training.optimizer), "
-            "or train in a new output directory. If a version of Spillway that held out the last sequences of the "
-            "corpus wrote the checkpoint, only a new directory helps"
+            f"checkpoint of step {state.step}: written under other settings: {'; '.join(differences)}. Restore these, "
+            f"or train in {ANOTHER_DIRECTORY}. If only the tokens and their order differ, an older version of Spillway "
+            "may have written the checkpoint; then only another directory helps"
         )
 
 

@@ -2,7 +2,7 @@
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
     {"prompt": ..., "completion": ...}      two strings, or two lists of messages
-    {"input_ids": [...], "labels": [...]}   tokens; each label is its token, or -100 for no label
+    {"input_ids": [...], "labels": [...]}   tokens; each label is its token, or -100 for no label; with or without masks
 
 Labels are the tokens of the response, including tokens of which only some characters belong to it. Torch-free.
 """
@@ -36,7 +36,9 @@ FORMS = (
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH_CHARACTERS = 2**18
 """Characters encoded at once; limited because a token with its offsets takes a hundred bytes."""
-_VERSION = 1
+MASKS = ("attention_mask", "completion_mask", "assistant_masks")
+"""Fields beside input_ids, as `transformers` and TRL write them: 0 for each token that is no label."""
+_VERSION = 2
 """Version of what is made from a line."""
 Span = tuple[int, int]
 
@@ -118,8 +120,8 @@ class Renderer:
                 if not text.startswith(before):
                     raise UserError(f"completion: {_no_prefix(before, text)}")
                 return Rendered(text, ((len(before), len(text)),), by_template=True)
-            case {"input_ids": list() as tokens} if isinstance(labels := document.get("labels"), list | None):
-                return Rendered("", (), by_template=True, given=_given(tokens, labels, self._num_tokens))
+            case {"input_ids": list()} if isinstance(document.get("labels"), list | None):
+                return Rendered("", (), by_template=True, given=_given(document, self._num_tokens))
         found = ", ".join(document) if isinstance(document, dict) else type(document).__name__
         raise UserError(f"must be {FORMS}; found {found or 'no field'}")
 
@@ -131,7 +133,11 @@ class Renderer:
             turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
             responses = tuple(self._response(document, messages, number, text) for number in turns)
         if not any(message["role"] == "assistant" for message in messages):
-            raise UserError("messages: no message of the assistant, so there is nothing to learn; leave the line out")
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            raise UserError(
+                f"messages: no message has the role assistant, only {roles}, so there is nothing to learn; correct the "
+                "roles, or leave the line out"
+            )
         if not any(start < stop for start, stop in responses):
             raise UserError(
                 "messages: in the text that the chat template renders, no message of the assistant is found; correct "
@@ -183,6 +189,12 @@ class Renderer:
                 f"{error}"
             ) from error
         (text,), spans = made
+        for number, message in enumerate(messages):
+            if isinstance(parts := message.get("content"), list | dict) and str(parts) in text:
+                raise UserError(
+                    f"messages[{number}]: its content is a {type(parts).__name__}, which the chat template of "
+                    f"{self._template.directory} writes as code; give the content as a string"
+                )
         return text.encode(errors="replace").decode(), tuple(spans[0]) if spans else ()
 
     def _text_of(self, document: Mapping[str, Any]) -> str:
@@ -219,8 +231,10 @@ def _checked(messages: list[Any], name: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
-def _given(tokens: list[Any], labels: list[Any] | None, num_tokens: int) -> tuple[list[int], npt.NDArray[np.bool_]]:
-    """Checks a line that holds tokens, and returns them and which of them are labels: all of them without `labels`."""
+def _given(document: Mapping[str, Any], num_tokens: int) -> tuple[list[int], npt.NDArray[np.bool_]]:
+    """Checks a line that holds tokens. Returns them without padding, and which of them are labels: those of `labels`
+    (without it, all of them) that are 1 in each of MASKS."""
+    tokens, labels = document["input_ids"], document.get("labels")
     wrong = next((at for at, one in enumerate(tokens) if type(one) is not int or not 0 <= one < num_tokens), None)
     if wrong is not None:
         found = f"input_ids[{wrong}] is {str(tokens[wrong])[:60]}"
@@ -241,6 +255,15 @@ def _given(tokens: list[Any], labels: list[Any] | None, num_tokens: int) -> tupl
             f"labels[{wrong}] is {labels[wrong]!r}; it must be {tokens[wrong]} (input_ids[{wrong}]), or -100 (no label)"
         )
     is_label = np.array(labels) != IGNORED_LABEL
+    masks = {name: document[name] for name in MASKS if document.get(name) is not None}
+    for name, mask in masks.items():
+        if not isinstance(mask, list) or len(mask) != len(tokens) or any(one not in (0, 1) for one in mask):
+            raise UserError(f"{name}: must be a list with 0 or 1 for each of the {len(tokens)} input_ids")
+        is_label &= np.array(mask, np.bool_)
+    read = np.flatnonzero(masks.get("attention_mask", np.ones(len(tokens))))
+    if len(read) and len(read) <= read[-1] - read[0]:
+        raise UserError("attention_mask: has a 0 between its ones, but only padding at the ends can be left out")
+    tokens, is_label = tokens[read[0] : read[-1] + 1] if len(read) else [], is_label[read]
     if not is_label[1:].any():
         raise UserError("labels: no token after the first is a label, so nothing can be learned; leave the line out")
     return tokens, is_label

@@ -30,10 +30,11 @@ from spillway.api.model import CHATS_NEED_CAUSAL, PACKING_NEEDS_CHATS, Evaluatio
 from spillway.errors import UserError
 from spillway.units import counted
 
+from ..checkpoints.durable_files import ANOTHER_DIRECTORY
 from ..seeds import fork_seed, splitmix64, splitmix64_array
 from .objective import IGNORED_LABEL, TrainingObjective, prefix_length
 from .packing import Array, Documents, packed_rows
-from .tokens import Corpus
+from .tokens import NO_MASK, Corpus
 
 MASKED_FRACTION = 0.15
 MASKED_BY_MASK, MASKED_BY_RANDOM = 0.8, 0.1
@@ -238,35 +239,42 @@ class TokenBatches:
         num_tokens, fraction = corpus.index.num_tokens, (evaluation and evaluation.fraction) or 0.0
         if objective is TrainingObjective.MASKED and corpus.index.mask is None:
             raise UserError(
-                f"{corpus.tokenizer_path}: has no mask token, but this model is trained to predict masked tokens; use "
-                "another output directory, where a new tokenizer is trained, or a spec.model.source whose tokenizer "
-                "has a mask token"
+                f"{corpus.tokenizer_path}: {NO_MASK}; use {ANOTHER_DIRECTORY}, where a new tokenizer is trained, or a "
+                "spec.model.source whose tokenizer has a mask token"
             )
         self._windows = windows_of(corpus, sequence_length, objective, packs=packs)
         self.said = self._windows.said
         """Lines for the user: how many chats are cut, and how they are packed."""
         num_held_out = math.ceil(self._windows.num * Fraction(repr(fraction)))
         if isinstance(self._windows, Chats):
+            if not self._windows.num:
+                raise UserError(
+                    f"{corpus.directory}: none of {counted(corpus.index.num_documents, 'chat')} has a response within "
+                    f"spec.training.sequenceLength {sequence_length}; give other chats, or raise sequenceLength in a "
+                    "new job"
+                )
             if self._windows.num <= num_held_out:
-                if packs and self._windows.num:
+                if packs:
                     raise UserError(
                         f"{corpus.directory}: packing puts the chats into {counted(self._windows.num, 'row')} of "
                         f"{sequence_length} tokens (spec.training.sequenceLength), and evaluation holds out "
                         f"{num_held_out} of these (spec.data.evaluation.fraction {fraction}), so no row is left to "
-                        "train on; give more chats, lower sequenceLength, or set spec.data.packing to false"
+                        "train on; give more chats, or, in a new job, lower sequenceLength or set spec.data.packing to "
+                        "false"
                     )
                 raise UserError(
                     f"{corpus.directory}: only {self._windows.num} of {corpus.index.num_documents} chats have a "
                     f"response within spec.training.sequenceLength {sequence_length}. Evaluation holds out "
                     f"{num_held_out} of these (spec.data.evaluation.fraction {fraction}), so no chat is left to train "
-                    "on; give more chats, or raise sequenceLength"
+                    "on; give more chats, or raise sequenceLength in a new job"
                 )
         elif num_tokens <= sequence_length or self._windows.num <= num_held_out:
             needed = sequence_length * (2 if fraction else 1) + 1
+            evaluates = f" with spec.data.evaluation.fraction {fraction}" if fraction else ""
             raise UserError(
-                f"{corpus.directory}: the corpus has {num_tokens} tokens, but spec.training.sequenceLength "
-                f"{sequence_length} with spec.data.evaluation.fraction {fraction} needs at least {needed} tokens; "
-                "give more text, or lower sequenceLength"
+                f"{corpus.directory}: the corpus has {counted(num_tokens, 'token')}, but spec.training.sequenceLength "
+                f"{sequence_length}{evaluates} needs at least {needed}; give more text, or lower sequenceLength in a "
+                "new job"
             )
         self.num_sequences = self._windows.num - num_held_out
         """Number of training sequences, that is, samples per epoch."""
@@ -286,7 +294,7 @@ class TokenBatches:
                     )
                 raise UserError(
                     "spec.data.evaluation.chat: no chat has a response within spec.training.sequenceLength "
-                    f"{sequence_length}; give other chats, or raise sequenceLength"
+                    f"{sequence_length}; give other chats, or raise sequenceLength in a new job"
                 )
         self.num_held_out = num_held_out
         self.num_evaluated = min(self._asked or num_held_out, num_held_out)

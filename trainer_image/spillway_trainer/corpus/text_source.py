@@ -43,7 +43,10 @@ _TABLES = (".parquet", ".arrow")
 _ROWS_AT_ONCE = 64
 _ARROW_FILE = b"ARROW1"
 _PART = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
-CHAT_COLUMNS = ("messages", "prompt", "completion", "input_ids", "labels", "tools", "chat_template_kwargs")
+CHAT_COLUMNS = (
+    "messages", "prompt", "completion", "tools", "chat_template_kwargs",
+    "input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks",
+)  # fmt: skip
 _NOT_IN_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 

@@ -31,16 +31,17 @@ import numpy.typing as npt
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from spillway.api.model import TEXT_EVALUATES_NO_CHAT
+from spillway.api.model import CHATS_NEED_CAUSAL, TEXT_EVALUATES_NO_CHAT
 from spillway.errors import ExitCode, HostOutOfMemory, UserError
 from spillway.units import MIB, counted, format_bytes, format_count
 
-from ..checkpoints.durable_files import DurableFiles, FileEntry, describe_file
+from ..checkpoints.durable_files import ANOTHER_DIRECTORY, DurableFiles, FileEntry, describe_file
 from ..checkpoints.sealed_json import Unsealed, seal, unseal
 from ..ending import leave
 from .chat import ChatEncoder, ChatTemplate, named_tokens, tokenizer_config
 from .documents import SAY_SECONDS, ended_early, written_documents
 from .megatron import megatron_tokens
+from .objective import TrainingObjective
 from .text_source import KINDS, PYTHON_STDLIB, Tally, TextPiece, TextSource, entry_point, python_stdlib, text_source
 
 END_OF_TEXT, MASK = "<|endoftext|>", "[MASK]"
@@ -56,6 +57,7 @@ INDEX_VERSION = 1
 CHAT_INDEX_VERSION = 2
 """Version of an index with masks and documents."""
 
+NO_MASK = "has no mask token, but this model is trained to predict masked tokens"
 _DISK_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NOT_WRITTEN = 65
 """Exit code of a build that the disk stopped; every other user error is ExitCode.USER_ERROR."""
@@ -264,19 +266,20 @@ def open_corpus(directory: Path, source: TextSource, vocab_size: int, recipe: To
     if index.vocab_size > vocab_size:
         raise UserError(
             f"{directory}: its tokenizer has {index.vocab_size} tokens, but the model's vocabSize is {vocab_size}; "
-            f"set vocabSize to {index.vocab_size} or more, or use another output directory, where a new corpus is built"
+            f"set vocabSize to {index.vocab_size} or more, or build a new corpus in {ANOTHER_DIRECTORY}"
         )
     if index.stat_xxh3 != source.stat_fingerprint() and index.content_xxh3 != source.content_fingerprint():
+        changed = f"the data is now {source}" if index.source != str(source) else "its content has changed"
         raise UserError(
-            f"{directory}: built from {index.source}, but the data is now {source}, or its content has changed; "
-            "restore the old data, or use another output directory, where a new corpus is built"
+            f"{directory}: built from {index.source}, but {changed}; restore the old data, or build a "
+            f"new corpus in {ANOTHER_DIRECTORY}"
         )
     is_chat = source.kind == "chat" or (source.kind == "entrypoint" and index.documents is not None)
     if index.chat_xxh3 != (ChatTemplate.of(_of_model(recipe)).fingerprint if is_chat else ""):
         raise UserError(
             f"{directory}: this corpus was built from the same files in another way: as text instead of chats or the "
             f"reverse, or with another chat template or tokenizer than {recipe.model_directory} has now. Undo that "
-            "change, or use another output directory, where a new corpus is built"
+            f"change, or build a new corpus in {ANOTHER_DIRECTORY}"
         )
     return Corpus(directory, index)
 
@@ -321,11 +324,6 @@ def build_corpus(
                 _of_model(recipe)
             template = ChatTemplate.of(_of_model(recipe)) if read.kind == "chat" else None
             tokenizer = chosen_tokenizer(read, vocab_size, report, recipe)
-            if tokenizer.vocab_size > vocab_size:
-                raise UserError(
-                    f"{recipe.model_directory}/tokenizer.json: has {tokenizer.vocab_size} tokens, but the model's "
-                    f"vocabSize is {vocab_size}; use the tokenizer that the model was trained with"
-                )
             _fill(source, read, temporary, tokenizer, template, report, files, shard_tokens)
             if read is not source:
                 files.remove_tree(temporary / read.files[0])
@@ -336,7 +334,7 @@ def build_corpus(
         kind = CorpusNotWritten if error.errno in _DISK_REFUSED else UserError
         raise kind(
             f"{directory}: corpus not built: {error.strerror or error} ({error.filename or temporary}); "
-            "check that the text is readable and the disk has space, or use another output directory or text"
+            f"check that the text is readable and the disk has space, or use other text or {ANOTHER_DIRECTORY}"
         ) from error
 
 
@@ -433,16 +431,27 @@ def chosen_tokenizer(
     source: TextSource, vocab_size: int, report: Callable[[str], None], recipe: TokenizerRecipe
 ) -> ChosenTokenizer:
     if recipe.model_directory is not None:
-        return given_tokenizer(recipe.model_directory)
+        return given_tokenizer(recipe.model_directory, vocab_size)
     tokenizer = train_tokenizer(source, vocab_size, report, recipe.has_mask)
     text = tokenizer.to_str(pretty=True).encode()
     assert tokenizer.token_to_id(END_OF_TEXT) == END_OF_TEXT_ID
     return ChosenTokenizer(tokenizer, text, END_OF_TEXT_ID, tokenizer.token_to_id(MASK) if recipe.has_mask else None)
 
 
-def given_tokenizer(directory: Path) -> ChosenTokenizer:
-    """Reads the tokenizer of a Hugging Face directory. Raises UserError if there is none, or if it has no token that
-    ends a document."""
+def check_tokenizer(directory: Path, vocab_size: int, objective: TrainingObjective, *, is_chat: bool) -> None:
+    """Raises UserError for whatever a run would reject about the tokenizer of a model's directory."""
+    if is_chat and objective is not TrainingObjective.CAUSAL:
+        raise UserError(CHATS_NEED_CAUSAL)
+    chosen = given_tokenizer(directory, vocab_size)
+    if objective is TrainingObjective.MASKED and chosen.mask is None:
+        raise UserError(f"spec.model.source: {directory / 'tokenizer.json'}: {NO_MASK}; name it as mask_token")
+    if is_chat:
+        ChatTemplate.of(directory)
+
+
+def given_tokenizer(directory: Path, vocab_size: int) -> ChosenTokenizer:
+    """Reads the tokenizer of a Hugging Face directory. Raises UserError if there is none, if it has no token that ends
+    a document, or if it has more tokens than the model."""
     path = directory / "tokenizer.json"
     try:
         text = path.read_bytes()
@@ -469,7 +478,13 @@ def given_tokenizer(directory: Path) -> ChosenTokenizer:
             f"tokenizer_config.json"
         )
     mask = _first_known(tokenizer, [named.get("mask_token"), MASK, "<mask>"])
-    return ChosenTokenizer(tokenizer, text, end_of_text, mask)
+    chosen = ChosenTokenizer(tokenizer, text, end_of_text, mask)
+    if chosen.vocab_size > vocab_size:
+        raise UserError(
+            f"spec.model.source: {path}: has {chosen.vocab_size} tokens, but the model's vocabSize is {vocab_size}; "
+            "use the tokenizer that the model was trained with"
+        )
+    return chosen
 
 
 def _first_known(tokenizer: Tokenizer, tokens: Sequence[str | None]) -> int | None:
@@ -658,8 +673,8 @@ def _build_in_child(
         raise UserError(f"spec.data.entrypoint = {source}: {ended_early(child.returncode, message)}")
     if child.returncode == -9:
         raise HostOutOfMemory(
-            f"{directory}: the process that tokenizes the data was killed, most likely because memory ran out; free "
-            "memory, or use a machine with more"
+            f"{directory}: the process that tokenizes the data was killed, probably because memory ran out; free "
+            "memory on this machine, or in a cluster raise spec.pod.resources.memory (not in mode Disabled)"
         )
     if child.returncode != 0:
         raise RuntimeError(f"the process that tokenizes the data ended with code {child.returncode}: {message}")

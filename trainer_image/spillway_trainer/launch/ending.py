@@ -117,5 +117,5 @@ def decisive(ends: Sequence[RankEnd]) -> RankEnd:
 
 def signal_name(number: int) -> str:
     name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
-    hint = " (out of memory, unless someone sent this signal; see the kernel log)" if number == signal.SIGKILL else ""
+    hint = " (probably out of memory; see the kernel log)" if number == signal.SIGKILL else ""
     return name + hint

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spillway.plan import Tier
+from spillway.plan import PLAN_AGAIN, Tier
 from spillway.planning.workload import NUM_SLOTS
 
 from ..kernels import dispatch as kernels
@@ -189,10 +189,7 @@ class Homes:
 
     def _settle_on_nvme(self, layout: SegmentLayout) -> None:
         if self._nvme is None:
-            raise ValueError(
-                "the plan keeps parameters on NVMe, but has no bytes for a spill file; plan the job again (spillway "
-                "plan)"
-            )
+            raise ValueError(f"the plan keeps parameters on NVMe, but has no bytes for a spill file; {PLAN_AGAIN}")
         pieces = [(row.name, nbytes, label) for row in layout.own for _, nbytes, label in self._cut(row)]
         total = sum(round_up(nbytes) for _, nbytes, _ in pieces)
         extent, offset = self._nvme.allocate(total, f"parameters of {layout.segment}"), 0

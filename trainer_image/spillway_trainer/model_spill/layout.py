@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spillway.errors import UserError
-from spillway.plan import Tier
+from spillway.plan import PLAN_AGAIN, Tier
 from spillway.planning.workload import PARAMETER_UNIT_BYTES, padded
 
 from ..models.chain import Chain
@@ -82,7 +82,7 @@ def check_homes(model: Chain, homes: Sequence[Tier]) -> Mapping[str, Tier]:
     if len(homes) != len(segments):
         raise UserError(
             f"the plan is for a model with {len(homes)} segments (embedding, blocks, head), but this model has "
-            f"{len(segments)} ({', '.join(segments)}); plan the job again (spillway plan)"
+            f"{len(segments)} ({', '.join(segments)}); {PLAN_AGAIN}"
         )
     home_of = dict(zip(segments, homes, strict=True))
     names_of = model.parameters_of()
@@ -106,6 +106,6 @@ def check_homes(model: Chain, homes: Sequence[Tier]) -> Mapping[str, Tier]:
             raise UserError(
                 f"the plan keeps segment {segment_of[alias]} of the model in {of_alias} memory and segment "
                 f"{segment_of[owner]} in {of_owner} memory, but parameter {alias} is tied to {owner}, so both segments "
-                "must be in the same memory; plan the job again (spillway plan)"
+                f"must be in the same memory; {PLAN_AGAIN}"
             )
     return home_of

@@ -28,7 +28,10 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from spillway.api.model import Lora, ModelConfig
 from spillway.errors import UserError
@@ -38,7 +41,7 @@ from .documents import ATTENTION
 from .huggingface import HuggingFaceChain, is_adapter
 from .lora import add_adapters
 from .source import Merge, ModelDirectory, match, stored_name
-from .structure import MASKED, StructuralChain, no_chain, second_names, structure_of
+from .structure import ENCODER_AND_DECODER, MASKED, StructuralChain, no_chain, second_names, structure_of
 from .t5 import T5, share_embedding
 
 MOST_LABELS = 100_000
@@ -66,6 +69,8 @@ def class_of(model_type: object, where: str) -> type[PreTrainedModel]:
     """Returns the class of a model type. Raises UserError if it is no text model of transformers; `where` names what
     asked for it."""
     names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MASKED, "t5": "T5ForConditionalGeneration"}
+    if str(model_type) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys() - names.keys():
+        raise no_chain(str(model_type), ENCODER_AND_DECODER)
     if str(model_type) not in names:
         raise UserError(
             f"{where}: model_type {model_type!r} is not a text model of transformers {transformers.__version__} with a "
@@ -164,6 +169,11 @@ def config_in(directory: ModelDirectory) -> PreTrainedConfig:
     where = str(directory.path / "config.json")
     model = class_of(directory.config.get("model_type"), where)
     _check_class(directory.config, model, where)
+    if directory.config.get("quantization_config") is not None:
+        raise UserError(
+            f"{where}: quantization_config is set, but Spillway does not train quantized weights; use the model before "
+            "its quantization, or remove the field if the weights are not quantized"
+        )
     _check_counts(directory, where)
     _check_sizes(directory.config, where)
     try:
@@ -178,7 +188,7 @@ def _check_class(document: Mapping[str, Any], model: type[PreTrainedModel], wher
     """Raises UserError for a directory of another class than the one that is trained, because it would learn something
     else."""
     if document.get("is_encoder_decoder") and not issubclass(model, T5ForConditionalGeneration):
-        raise no_chain(str(document["model_type"]), "it has an encoder and a decoder instead of one sequence of layers")
+        raise no_chain(str(document["model_type"]), ENCODER_AND_DECODER)
     named = document.get("architectures")
     for name in named if isinstance(named, list) else ():
         if name != model.__name__ and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
@@ -322,6 +332,14 @@ def stored_as(
         else:
             found[name] = None if UNUSED.search(full) else full
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    for of in patterns.values():
+        for name, pattern in of.items():
+            if len(by_pattern[pattern].target_patterns) > 1:
+                raise UserError(
+                    f"{type(chain.model).__name__}: the weight files store several parameters in one tensor ({name}), "
+                    "which Spillway does not split; load them in an entry point that declares a Chain (docs/models.md, "
+                    "Entry points)"
+                )
     return found, {name: partial(_merged, stored_name(name), by_pattern, of) for name, of in patterns.items()}
 
 

@@ -38,6 +38,7 @@ from .source import PREFIX
 
 MASKED: dict[str, str] = dict(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 """Model type -> class that predicts masked tokens."""
+ENCODER_AND_DECODER = "it has an encoder and a decoder instead of one sequence of layers"
 BATCH, LENGTH = 2, 5
 """Batch size and sequence length when a small copy runs."""
 MOST_PARAMETERS = 1 << 26
@@ -315,7 +316,7 @@ def no_chain(name: str, why: str) -> UserError:
 def _check_config(config: Any, name: str) -> None:
     """Raises UserError for settings that a chain does not support."""
     if getattr(config, "is_encoder_decoder", False):
-        raise no_chain(name, "it has an encoder and a decoder instead of one sequence of layers")
+        raise no_chain(name, ENCODER_AND_DECODER)
     if getattr(config, "output_router_logits", False):
         raise UserError(
             f"{name}: output_router_logits is true, which adds a load-balancing loss over the experts of all layers, "
@@ -578,11 +579,13 @@ def _observed(whole: Any, tokens: Tensor) -> Structure:
         alone = len(tensors) == 1 and tensors[0] is tokens and outputs.get(one) is first
         if alone and all(f"{part}.".startswith(f"{one}.") for part in own):
             embedding = one.removeprefix(f"{base}."), call
-    after: list[str] = []
+    returned, after = outputs[layers[-1]], list[str]()
     for one in called[end + 1 :]:
         if one.startswith(f"{base}.") and not any(one.startswith(f"{outer}.") for outer in after):
             after.append(one)
-    returned = outputs[layers[-1]]
+    hidden = [(returned[0] if isinstance(returned, tuple | list) else returned), *(outputs[one] for one in after)]
+    made = [number for number, one in enumerate(hidden) if one is outputs[base].last_hidden_state]
+    after = after[: made[0]] if made else after  # what comes later, such as a pooler, computes something else
     return Structure(
         base=base,
         layers=path.removeprefix(f"{base}."),

@@ -85,6 +85,6 @@ def float16_operations(scale: LossScaler) -> Iterator[None]:
         if scale.rule is None or "not implemented for 'Half'" not in str(error):
             raise
         raise UserError(
-            f"spec.model: torch cannot run an operation of the model in float16 on this device ({error}); set "
-            "spec.model.precision.compute: bfloat16, or let the model compute this operation in float32"
+            f"spec.model: torch cannot run an operation of the model in float16 on this device ({error}); in "
+            "a new job, set spec.model.precision.compute: bfloat16, or let the model compute this operation in float32"
         ) from error

@@ -17,6 +17,8 @@ from functools import partial
 
 from torch import Tensor
 
+from spillway.plan import PLAN_AGAIN
+
 from ..kernels import dispatch as kernels
 from ..tiers.arena import Ring, RingSlot
 from ..tiers.lanes import Event, Lane, Lanes, Region
@@ -86,9 +88,7 @@ def place_on_nvme(nvme: NvmeSlab | None, chunks: Sequence[tuple[Chunk, StateRows
     if not chunks:
         return []
     if nvme is None:
-        raise ValueError(
-            "the plan has optimizer states on NVMe, but no bytes for a spill file; plan the job again (spillway plan)"
-        )
+        raise ValueError(f"the plan has optimizer states on NVMe, but no bytes for a spill file; {PLAN_AGAIN}")
     extent, offset, placed = nvme.allocate(sum(rows.nbytes for _, rows in chunks), "optimizer states"), 0, []
     for chunk, rows in chunks:
         placed.append(NvmeStates(nvme, extent.at(offset), rows, f"states of {chunk.label}"))

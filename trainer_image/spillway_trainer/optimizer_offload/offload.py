@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from spillway.errors import UserError
-from spillway.plan import OptimizerPlan, Tier
+from spillway.plan import PLAN_AGAIN, OptimizerPlan, Tier
 from spillway.planning.workload import NUM_SLOTS, NUM_STAGING_BUFFERS, NUM_STATE_BUFFERS
 from spillway.update_rules import BLOCK_VALUES, MASTER, MomentType
 
@@ -338,7 +338,7 @@ def _check_blocks(chunks: Sequence[Chunk], plan: OptimizerPlan, settings: Hyperp
         raise UserError(
             f"the plan updates parameters in chunks of {plan.chunk_parameters} values, but with "
             f"spec.training.optimizer.moments: int8 chunks must be multiples of {BLOCK_VALUES} values, because "
-            f"{BLOCK_VALUES} values share a scale; plan the job again (spillway plan)"
+            f"{BLOCK_VALUES} values share a scale; {PLAN_AGAIN}"
         )
 
 

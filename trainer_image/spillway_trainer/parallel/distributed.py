@@ -326,8 +326,8 @@ class TorchRanks:
         values = self.each(what, lambda: value)
         if others := [rank for rank, said in enumerate(values) if said != values[0]]:
             raise UserError(
-                f"{what}: {_named(others)} found {values[others[0]]}, but rank 0 found {values[0]}; all ranks must "
-                "have the same, so give every node the same files"
+                f"{what}: not the same on all ranks ({_named(others)}: {values[others[0]]}, rank 0: {values[0]}); give "
+                "every node the same files and the same trainer image"
             )
 
     def share(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

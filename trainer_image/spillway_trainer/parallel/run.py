@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from spillway.errors import UserError
 from spillway.extras import need
-from spillway.plan import MemoryPlan
+from spillway.plan import PLAN_AGAIN, MemoryPlan
 from spillway.planning.workload import NUM_GATHERED_SEGMENTS, sharding_problem
 
 from ..corpus.data import Batch
@@ -63,12 +63,12 @@ def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
     if plan.parameters.streams or plan.parameters.order != "InOrder":
         raise UserError(
             f"{where}: the plan streams parameters from host memory or NVMe, or runs all micro-batches through one "
-            "layer before the next layer. This strategy can do neither; plan the job again (spillway plan)"
+            f"layer before the next layer. This strategy can do neither; {PLAN_AGAIN}"
         )
     if plan.optimizer.overlap not in (("None", "Forward") if plan.strategy == "Fsdp" else ("None",)):
         raise UserError(
             f"{where}: the plan has spec.memory.advanced.optimizer.overlap = {plan.optimizer.overlap}, which does not "
-            "work with this strategy; plan the job again (spillway plan)"
+            f"work with this strategy; {PLAN_AGAIN}"
         )
     named = dict(model.named_parameters())
     parameters = {

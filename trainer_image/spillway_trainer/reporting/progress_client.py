@@ -258,7 +258,7 @@ class ProgressClient:
         """Reports one line when the cause changes, and none while it stays the same."""
         if problem != self._problem:
             where = self._where.url.geturl()
-            self._report(f"progress is not delivered to {where}: {problem}" if problem else "progress is delivered")
+            self._report(f"progress is not delivered to {where}: {problem}" if problem else "progress is delivered now")
         self._problem = problem
 
     def _attempt(self) -> str:
@@ -320,10 +320,12 @@ class ProgressClient:
         before, plan = self._wanted, self._plan
         least = plan.bytes[Tier.NVME].activations - plan.movable_activations
         self._wanted = min(before, max(least, asked))  # one reference, which the step loop reads
-        kept = "" if self._wanted == asked else f"; the plan allows {format_bytes(self._wanted)}"
+        if asked >= before:
+            return  # activations that have left NVMe do not return
+        stays = f"; {format_bytes(self._wanted)} stay there, because the plan has no host memory for more"
         self._report(
-            f"the operator now lets activations use {format_bytes(asked)} of each rank's spill file instead of "
-            f"{format_bytes(before)}{kept}"
+            f"the operator asks activations to use only {format_bytes(asked)} of each rank's spill file instead of "
+            f"{format_bytes(before)}{'' if self._wanted == asked else stays}"
         )
 
 

@@ -30,7 +30,7 @@ from spillway.api.sweep.members import member_job
 from spillway.errors import ExitCode
 from spillway.extras import need
 from spillway.plan import MemoryPlan, Tier
-from spillway.units import format_bytes, format_seconds
+from spillway.units import counted, format_bytes, format_seconds
 
 INTERVAL_SECONDS, RETRY_SECONDS = 2.0, 30.0
 END_SECONDS, END_RETRY_SECONDS = 10.0, 0.5
@@ -251,7 +251,9 @@ class Feed:
         """Waits at most `seconds` for the thread, and reports how many events are left."""
         self._thread.join(seconds)
         if left := sum(1 for run in self._runs for _ in events_after(run.log, self._cursors[run.id]["offset"])):
-            self._report(f"tracker {self.kind}: {left} events are not sent; run.jsonl keeps them for the next attempt")
+            kept = "kept in run.jsonl for the next attempt, if there is one"
+            where = "lost with this pod" if self._runs[0].job.in_cluster else kept
+            self._report(f"tracker {self.kind}: {counted(left, 'event')} not sent, {where}")
 
     def _follow(self) -> None:
         with suppress(Exception):
@@ -274,8 +276,8 @@ class Feed:
 
     def _note(self, problem: str) -> None:
         if problem != self._problem:
-            retried = f"{problem}; training continues, and events are sent later"
-            self._report(f"tracker {self.kind}: {retried if problem else 'events are sent'}")
+            retried = f"{problem}; training continues, and the events are sent when this works"
+            self._report(f"tracker {self.kind}: {retried if problem else 'events are sent now'}")
         self._problem = problem
 
     def _send_all(self) -> None:

@@ -18,7 +18,7 @@ from spillway.api.job_file import JobFile
 from spillway.api.sweep.halving import METRIC_WORDS, Contender, Standing, standing
 from spillway.api.sweep.members import member_job, member_spec
 from spillway.errors import ExitCode, Preempted, SpillwayError, UserError
-from spillway.plan import MemberPlan, MemoryPlan
+from spillway.plan import PLAN_AGAIN, MemberPlan, MemoryPlan
 
 from .. import config
 from ..cgroup import usable_cores
@@ -75,12 +75,12 @@ def check(job: JobFile, plan: MemoryPlan, world: World) -> None:
     if planned != named:
         raise UserError(
             f"spec.members: the plan of {plan.job} is for the members {', '.join(planned) or 'none'}, but the job has "
-            f"{', '.join(named)}; plan the job again (spillway plan)"
+            f"{', '.join(named)}; {PLAN_AGAIN}"
         )
     if plan.strategy != "Ddp":
         raise UserError(
             f"spec.members: each member trains on one device with strategy Ddp, but the plan of {plan.job} has "
-            f"strategy {plan.strategy}; plan the job again (spillway plan), or write one TrainingJob per model"
+            f"strategy {plan.strategy}; {PLAN_AGAIN}"
         )
 
 

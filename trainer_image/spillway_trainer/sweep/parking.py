@@ -183,7 +183,7 @@ class Parking:
         if start + whole.numel() > region.nbytes:
             raise SpillVolumeFull(
                 f"{label_of(member)} are larger than planned: the plan reserves {format_bytes(region.nbytes)} of the "
-                "spill file for them. Plan the job again (spillway plan)",
+                "spill file for them. This is a bug in Spillway; please report it with this job's spec",
                 budget_bytes=region.nbytes,
             )
         whole[nbytes:].zero_()

@@ -18,7 +18,7 @@ from torch import nn
 
 from spillway.api.job_file import JobFile
 from spillway.errors import UserError
-from spillway.plan import MemoryPlan, Tier
+from spillway.plan import PLAN_AGAIN, MemoryPlan, Tier
 
 from .. import model_spill
 from ..assemble import Assembly, Base, assemble, make_tiers
@@ -78,8 +78,8 @@ def adopt(base: Base, model: Chain) -> None:
         wrong = sorted(name for name in of_base.keys() | of_model if of_base.get(name) != of_model.get(name))
         raise UserError(
             "spec.members: by the plan, this member shares the frozen parameters of another member, but parameter "
-            f"{wrong[0]} is missing from one of the two models or differs in shape or dtype; plan the job again "
-            "(spillway plan)"
+            f"{wrong[0]} is missing from one of the two models or differs in shape or dtype; "
+            f"{PLAN_AGAIN}"
         )
     names = {id(parameter): name for name, parameter in own.items()}
 

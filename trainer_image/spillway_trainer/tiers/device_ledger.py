@@ -17,6 +17,7 @@ from torch import UntypedStorage
 from spillway.errors import DeviceOutOfMemory
 from spillway.units import format_bytes
 
+from ..ending import OFFLOAD_MORE
 from .releases import obtain
 
 ACTIVATIONS = "activations"
@@ -165,10 +166,10 @@ class DeviceLedger:
         total = sum(held.values())
         holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items()) or "nothing"
         raise DeviceOutOfMemory(
-            f"device memory: {format_bytes(nbytes)} more for {purpose} do not fit into this rank's budget of "
-            f"{format_bytes(self.budget_bytes or 0)}; held: {format_bytes(total)} ({holders}). "
-            "Raise spec.memory.budget.device, lower spec.training.microBatchSize, or offload more "
-            "(spec.memory.advanced.activations.policy, spec.memory.advanced.optimizer.placement).",
+            f"device memory: {format_bytes(nbytes)} more for {purpose} exceed this rank's limit of "
+            f"{format_bytes(self.budget_bytes or 0)} (spec.memory.budget.device, or the plan and a margin, if that is "
+            f"less); held: {format_bytes(total)} ({holders}). With spec.memory.mode Auto, another plan is tried; "
+            f"else raise the budget, {OFFLOAD_MORE}.",
             purpose=purpose,
             wanted_bytes=nbytes,
             held_bytes=total,

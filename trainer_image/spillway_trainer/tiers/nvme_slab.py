@@ -528,7 +528,10 @@ class NvmeSlab:
             return  # it is the step's error, and reported as such
         for error in errors.values():
             self._count(WRITE_FAILED)
-            self._tell(f"spill: {error}. Its bytes stay in host memory, and that part of the file is not used again")
+            self._tell(
+                f"spill: {error}. The bytes of this write stay in host memory, and its place in the file is not used "
+                "again"
+            )
         for device in newly_retired:
             self._count(DEVICE_RETIRED)
             self._tell(f"spill: {device.directory} is not written to any more; its contents can still be read")
@@ -552,8 +555,8 @@ class NvmeSlab:
                 f"{device.directory} slow to {verb}",
                 f"{device.directory}: {verb} of {parts[0].label} at offset {parts[0].offset}: "
                 f"{format_bytes(int(nbytes / seconds))}/s instead of the planned {format_bytes(int(planned))}/s; "
-                f"the device has been slow for {now.slow_seconds:.0f} s, so later spills go to host memory while it "
-                "has free space",
+                f"slow for {now.slow_seconds:.0f} s, so later spills prefer faster volumes, or host memory that the "
+                "plan leaves free",
             )
 
     def _state(self) -> str:

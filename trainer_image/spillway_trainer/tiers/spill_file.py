@@ -203,7 +203,11 @@ class SpillFile:
                 **details,
             )
         if transfer.failure is TransferFailure.END_OF_FILE:
-            raise SpillIOError(f"{where}: the file ended early, because the spill file was truncated", **details)
+            raise SpillIOError(
+                f"{where}: the spill file is shorter than that, so another process truncated it, or its volume lost "
+                "data; if this happens again, use another volume",
+                **details,
+            )
         if transfer.os_error in _VOLUME_FULL:
             raise _volume_full(
                 self.directory, transfer.tensor.numel(), transfer.os_error, label, offset=transfer.error_offset
@@ -268,7 +272,11 @@ def _open_error(directory: Path, error: OSError) -> SpillwayError:
         )
     if error.errno in _VOLUME_FULL:
         return _volume_full(directory, BLOCK_BYTES, error.errno, "the first block")
-    return SpillIOError(f"{directory}: no spill file can be opened: {error.strerror}", errno=error.errno)
+    return SpillIOError(
+        f"{directory}: cannot create a spill file: {error.strerror}; check the volume, or spill elsewhere (spillway "
+        "run --spill, or spec.spill.storageClassName)",
+        errno=error.errno,
+    )
 
 
 def _preallocate(file: int, directory: Path, nbytes: int) -> None:
@@ -289,7 +297,9 @@ def _preallocate(file: int, directory: Path, nbytes: int) -> None:
         if error.errno in _VOLUME_FULL:
             raise _volume_full(directory, nbytes, error.errno, "the spill file") from error
         raise SpillIOError(
-            f"{directory}: cannot allocate {nbytes} bytes for the spill file: {error.strerror}", errno=error.errno
+            f"{directory}: cannot allocate {format_bytes(nbytes)} for the spill file: {error.strerror}; see the kernel "
+            "log (dmesg) for errors of this disk, or use another volume",
+            errno=error.errno,
         ) from error
 
 

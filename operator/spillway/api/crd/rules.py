@@ -21,6 +21,7 @@ from spillway.api.field_types import (
 )
 from spillway.api.limits import (
     CHAT_NEEDS_SOURCE,
+    LORA_LLAMA_HAS_NO_DROPOUT,
     MANAGER,
     MAX_ENV_BYTES,
     MAX_NAME_LENGTH,
@@ -186,7 +187,7 @@ WRONG_TOGETHER: tuple[tuple[str, str, str], ...] = (
      "must be at most model.config.maxPositions"),
     (f"{_SIZES}.architecture == 'llama' && has(self.model.lora) && double(self.model.config.dropout) > 0.0",
      ".model.config.dropout",
-     "with model.lora, llama is the implementation of transformers, which has no dropout; leave it out"),
+     LORA_LLAMA_HAS_NO_DROPOUT),
     (f"{_SIZES}.architecture == 'bert' && self.model.config.vocabSize < {MIN_TEXT_VOCABULARY + 1}",
      ".model.config.vocabSize",
      f"must be at least {MIN_TEXT_VOCABULARY + 1} for text: one token for each byte, one for the end of text, and one "
@@ -311,17 +312,18 @@ JOB_RULES: dict[str, list[Schema]] = {
     "spec": [
         cel(
             f"oldSelf.suspend || [{_CHANGED}].all(name, name == '')",
-            f"{', '.join(_LOCKED_UNLESS_SUSPENDED)} can change only while the job is suspended; set suspend: true "
-            f"first",
-            "%s cannot change while suspend is false; set suspend: true first",
+            f"{', '.join(_LOCKED_UNLESS_SUSPENDED)} can change only while the job is suspended: apply suspend: "
+            f"true alone first, then this change",
+            "%s can change only while the job is suspended: apply suspend: true alone first, then this change",
             f"[{_CHANGED}].filter(name, name != '')",
         ),
         cel(
             f"!({_TRAINS}) || "
             f"self.training.microBatchSize * {_BATCH_RANKS} < 1 || "  # minima reject this; it avoids a division by 0
             f"self.training.globalBatchSize % (self.training.microBatchSize * {_BATCH_RANKS}) == 0",
-            "must be a multiple of microBatchSize x nodes x devicesPerNode",
-            "%d must be a multiple of microBatchSize x nodes x devicesPerNode (%d)",
+            "must be a multiple of microBatchSize x ranks",
+            "%d must be a multiple of microBatchSize x ranks (%d); the ranks are nodes x devicesPerNode, or 1 in a "
+            "sweep",
             f"self.training.globalBatchSize, self.training.microBatchSize * {_BATCH_RANKS}",
             ".training.globalBatchSize",
         ),

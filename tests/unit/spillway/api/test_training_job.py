@@ -303,7 +303,7 @@ def test_a_mistake_is_named_with_what_is_allowed(changes: dict[str, Any], path: 
 
 
 NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
-    "spec.model.config.dropout": ({"spec.model.lora": {}, "spec.model.config.dropout": "0.1"}, "leave it out"),
+    "spec.model.config.dropout": ({"spec.model.lora": {}, "spec.model.config.dropout": "0.1"}, "leave dropout out"),
     "spec.parallelism.nodes": ({"spec.members": [{"name": "a"}], "spec.parallelism.nodes": 2}, "devices of one node"),
     "spec.model.config.vocabSize": ({"spec.model.config.vocabSize": 256}, "at least 257"),
     "spec.checkpoint.resume": ({"spec.checkpoint": {"resume": "Never"}}, "another --output"),
@@ -527,7 +527,11 @@ def test_a_name_in_binary_is_rejected_with_its_line() -> None:
         ("just words", "write a map with apiVersion"),
         ("a: [1, 2", "not valid YAML"),
         ("a: b: c", "not valid YAML"),
-        ("a: 1\n---\nb: 2\n", "one TrainingJob per file"),
+        ("a: 1\n---\nb: 2\n", "more than one document; write one per file"),
+        ("a: *b", "not valid YAML: found undefined alias"),
+        ("a: &x 1\nb: &x 2", "not valid YAML: found duplicate anchor"),
+        ("a: &x {b: 1}\nc: {<<: *x}", "merge keys (<<) are not supported; write the fields out (line 2)"),
+        ("? [a]\n: 1", "a key must be a name, not a list or a mapping (line 1)"),
         ("a: !!python/object/apply:os.system [ls]", "no field has the YAML type '!!python/object/apply:os.system'"),
         ("a: !mine 3", "no field has the YAML type '!mine'; write a plain value (line 1)"),
         ("a: !!set {b}", "no field has the YAML type '!!set'"),

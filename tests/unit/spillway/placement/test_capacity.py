@@ -105,7 +105,7 @@ def test_partly_used_nodes_are_filled_before_whole_ones() -> None:
     assert order(found) == ["b", "d", "a", "c"]
     assert found.preferences[0].weight == 100 > 2 * found.preferences[1].weight - 1
     assert found.reason.startswith(
-        "b: 3 of 8 nvidia.com/gpu unrequested (a pod takes 1), d 6; nodes with all devices free are kept "
+        "b: 3 of 8 nvidia.com/gpu free (a pod requests 1), d: 6; emptier nodes are kept for larger pods"
     )
 
 

@@ -650,7 +650,7 @@ def test_a_cluster_without_nodes_carries_nothing() -> None:
 @pytest.mark.parametrize(
     ("view", "changes", "words"),
     [
-        (node("node-a"), {"spec.scheduling.nodeSelector": {"disk": "nvme"}}, "node-a has disk='', spec.scheduling"),
+        (node("node-a"), {"spec.scheduling.nodeSelector": {"disk": "nvme"}}, "node-a has no label disk, but spec.sch"),
         (
             node("node-a", taints=(Taint("team", "b", "NoSchedule"),)),
             {},

@@ -24,6 +24,7 @@ from spillway.feedback.profiles import with_rates
 from spillway.plan import Infeasible, MemoryPlan, Policy, Tier
 from spillway.planning.bounds import Bounds
 from spillway.planning.candidates import TIE, Timed, best, timed
+from spillway.planning.explain import lacking
 from spillway.planning.hardware import Link, NodeSpec, local_node, resolve_node
 from spillway.planning.model_shape import shape_of
 from spillway.planning.planner import NO_OVERRIDES, Overrides, ask, make_plan, shared_memory
@@ -201,9 +202,9 @@ def test_states_go_to_nvme_when_host_memory_fits_only_accumulators() -> None:
     decided = plan(short, SLOW)
     assert decided.optimizer.nvme_share > 0.5
     assert any("each update reads and writes" in reason for reason in decided.reasons)
-    lacking = infeasible(short | budget("50Mi", host="60Mi", nvme="0"), SLOW)
-    assert lacking.missing_bytes[Tier.HOST] > 0
-    assert "spec.memory.budget.nvme" in lacking.nearest
+    without = infeasible(short | budget("50Mi", host="60Mi", nvme="0"), SLOW)
+    assert without.missing_bytes[Tier.HOST] > 0
+    assert "spec.memory.budget.nvme" in without.nearest
 
 
 def test_states_forced_to_nvme_are_all_there_and_their_writes_are_counted() -> None:
@@ -225,6 +226,10 @@ def test_states_are_not_sent_to_drives_that_they_would_wear_out() -> None:
         plan(short, replace(SLOW, nvme_bytes=GIB << 20)),
     )
     assert "driveWritesPerDay" in sparing.nearest
+    assert lacking(sparing, "here").startswith(
+        "tiny does not fit here: every plan within the budgets writes more than "
+    )
+    assert any("drive writes per day, above the limit of 1 (spec" in one.reason for one in sparing.alternatives)
     assert worn.optimizer.nvme_share > 0.5
     forced = {"spec.memory.advanced.activations.policy": "Recompute"}
     assert "driveWritesPerDay" in infeasible(short | forced, replace(SLOW, nvme_bytes=4 * GIB)).nearest
@@ -448,7 +453,7 @@ def test_the_loop_runs_the_whole_global_batch() -> None:
 def test_disabled_keeps_everything_and_reports_what_is_missing() -> None:
     decided = plan({"spec.memory": {"mode": "Disabled", "budget": {"device": "60Mi", "host": "1Gi"}}})
     assert not decided.spills
-    assert any("more than the device budget" in reason for reason in decided.reasons)
+    assert any("more device memory than the budget" in reason for reason in decided.reasons)
 
 
 def test_advise_runs_the_spec_and_says_what_auto_would_do() -> None:
@@ -523,7 +528,7 @@ def test_a_forced_policy_may_wear_the_drives_and_says_so() -> None:
     changes = SMALL_HEAD | {"spec.training.steps": 10**8, "spec.memory.advanced.activations.policy": "Nvme"}
     decided = plan(changes, small_drive)
     assert decided.prediction.drive_writes_per_day > 1.0
-    assert any("drive writes a day" in reason for reason in decided.reasons)
+    assert any("drive writes per day" in reason for reason in decided.reasons)
 
 
 # --- nothing fits -----------------------------------------------------------------------------------------------------
@@ -687,6 +692,12 @@ def test_a_plan_says_why_it_has_its_strategy() -> None:
     assert any(one.summary == "strategy Ddp" and one.missing_bytes for one in searched.alternatives)
 
 
+def test_a_strategy_that_fits_but_is_not_the_kept_one_is_named() -> None:
+    found = make_plan(job(LLAMA_70B), resolve_node("8xh100"), Overrides(kept="Ddp"))
+    assert isinstance(found, Infeasible)
+    assert any(one.reason == "fits, but earlier attempts used another strategy" for one in found.alternatives)
+
+
 @pytest.mark.parametrize("changes", [
     {"spec.model.precision.compute": "float16"}, {"spec.training.optimizer.moments": "int8"},
     {"spec.memory.advanced.parameters.placement": "Stream"},
@@ -709,8 +720,9 @@ def test_a_model_that_fsdp_cannot_shard_is_not_planned_with_it() -> None:
     shape = shape_of(job(LLAMA_70B).spec, "Cuda")
     scalar = replace(shape.head.parameters[0], num_rows=0)
     changed = Overrides(shape=replace(shape, head=replace(shape.head, parameters=(scalar, *shape.head.parameters[1:]))))
-    found = make_plan(job(LLAMA_70B), resolve_node("8xh100"), changed, explained=False)
+    found = make_plan(job(LLAMA_70B), resolve_node("8xh100"), changed)
     assert isinstance(found, Infeasible)
+    assert "strategy Fsdp" not in [one.summary for one in found.alternatives]
     with pytest.raises(UserError, match=r"strategy = Fsdp: segment head .* has a scalar or empty parameter"):
         make_plan(job(LLAMA_70B | {"spec.parallelism.strategy": "Fsdp"}), resolve_node("8xh100"), changed)
 

@@ -211,7 +211,7 @@ def test_a_copy_of_the_states_is_the_last_use_of_the_host_budget() -> None:
     assert snapshot_of(needed).snapshot_bytes == needed
     short = snapshot_of(needed - 4096)
     assert short.snapshot_bytes == 0
-    assert short.reasons[-1].endswith("host memory lacks 4.00 KiB for a copy of the checkpoint")
+    assert short.reasons[-1].endswith("host memory lacks 4.00 KiB for a copy of the states")
     beside = {"spec.memory.advanced.optimizer.placement": "Host"}
     host = snapshot_of(4 * GIB, beside)
     assert host.snapshot_bytes == needed and host.bytes[Tier.HOST].total > 0
@@ -231,7 +231,10 @@ def test_the_copy_changes_nothing_else_of_a_plan_and_the_pod_has_room_for_it() -
 def test_several_ranks_say_that_training_stops_for_checkpoints() -> None:
     ranks = snapshot_of(8 * GIB, {"spec.training.globalBatchSize": 64}, ranks=2)
     assert ranks.snapshot_bytes == 0
-    assert ranks.reasons[-1] == "checkpoints: training stops while one is written: 2 ranks"
+    assert (
+        ranks.reasons[-1]
+        == "checkpoints: training stops while one is written, because only a run with one rank copies its states first"
+    )
 
 
 def test_after_an_attempt_ran_out_of_memory_there_is_no_copy() -> None:
@@ -252,7 +255,8 @@ def test_a_copy_for_which_fewer_pods_fit_a_node_is_left_out(num_pods: float, has
     found = placed(EVERY_FIVE, int(num_pods * without))
     assert (found.plan.snapshot_bytes > 0, found.pod.memory_bytes > without) == (has_copy, has_copy)
     assert (
-        found.plan.reasons[-1].endswith("with memory for a copy of it, fewer pods would fit on a node") is not has_copy
+        found.plan.reasons[-1].endswith("with memory for a copy of the states, fewer pods would fit on a node")
+        is not has_copy
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import ceil
 
 import pytest
@@ -17,7 +18,7 @@ from spillway.planning.hardware import local_node, resolve_node
 from spillway.planning.planner import Overrides, make_plan, shared_memory
 from spillway.planning.sweep_plan import SECONDS_PER_PARKED_BYTE, SECONDS_PER_TENSOR
 from spillway.planning.workload import PAGE_BYTES, padded
-from spillway.units import GIB, MIB
+from spillway.units import GIB, MIB, format_bytes, parse_quantity
 from spillway_operator.decide.manifests import LARGEST_CONTRACT
 
 NODE = local_node(4, 16 * GIB, 16 * GIB, 64 * GIB)
@@ -164,6 +165,27 @@ def test_segment_that_fits_no_device_is_named_with_its_member_and_size() -> None
     assert found.job == "member m0 of tiny"
     assert found.segment == "the parameters of segment head alone take 32.0 MiB; the device budget is 16.0 MiB"
     assert found.segment in lacking(found, "this machine")
+
+
+def test_the_budget_that_is_suggested_for_a_member_fits() -> None:
+    """It includes what is reserved for parked members: more than what was missing."""
+    on_nvme = {"spec.memory.advanced.optimizer.placement": "Nvme"}
+    members = [{"training.seed": str(seed), "training.globalBatchSize": str(8 * seed)} for seed in range(1, 5)]
+    fits = planned(sweep(*members, **on_nvme))
+    assert isinstance(fits, MemoryPlan)
+    nvme = sum(one.parked_bytes for one in fits.members) + 2 * MIB
+
+    def with_budget(nvme: int | str) -> MemoryPlan | Infeasible:
+        return planned(sweep(*members, **on_nvme, **{"spec.memory.budget.nvme": nvme}))
+
+    found = with_budget(nvme)
+    assert isinstance(found, Infeasible)
+    amount, parked = re.findall(
+        r"spec.memory.budget.nvme: (\w+) \(with ([0-9.]+ MiB) for parked members\)", found.nearest
+    )[0]
+    assert parked == format_bytes(nvme - 2 * MIB)
+    assert isinstance(with_budget(amount), MemoryPlan)
+    assert parse_quantity(amount) < 1.02 * (nvme + found.missing_bytes[Tier.NVME]) + MIB
 
 
 @pytest.mark.ci

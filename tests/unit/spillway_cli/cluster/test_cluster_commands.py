@@ -98,6 +98,7 @@ def test_no_cluster_is_one_sentence(
     assert run_app(arguments) == 64
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("spillway: no cluster: ") and "--context" in line
+    assert ("give the run's directory" in line) is (arguments[0] == "logs")
 
 
 @pytest.mark.parametrize("content", ["{a: [b", "a: b: c", "hello", "[1, 2]", "{clusters: 3}", "\x00", NO_TEXT])

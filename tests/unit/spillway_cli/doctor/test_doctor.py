@@ -391,7 +391,9 @@ def test_where_spillway_is_not_installed_that_is_all_that_is_said_of_it() -> Non
         ("Accepted", "False", "Unsupported"),
         ("Planned", "False", "NoNode"),
         ("Planned", "False", "DoesNotFit"),
-        ("Progressing", "Unknown", "NoReport"),
+        ("Planned", "False", "InspectionFailed"),
+        ("Planned", "False", "NoNumber"),
+        ("Running", "False", "JobGone"),
         ("Progressing", "False", "NoProgress"),
     ],
 )
@@ -399,6 +401,11 @@ def test_a_stuck_job_is_an_error_with_the_conditions_sentence(type_: str, status
     found = the_one(judged(jobs=[tjob("tiny", (type_, status, reason, "device lacks 3 GiB"))]))
     assert found.severity is Severity.ERROR and found.fix
     assert found.message == f"team-a/tiny: {type_}={status} ({reason}): device lacks 3 GiB"
+
+
+def test_a_job_that_does_not_report_may_be_well() -> None:
+    found = the_one(judged(jobs=[tjob("tiny", ("Progressing", "Unknown", "NoReport", "never reported"))]))
+    assert found.severity is Severity.WARNING and "progress Service" in found.fix
 
 
 def test_a_job_that_has_ended_is_not_stuck() -> None:
@@ -448,8 +455,17 @@ def test_a_claim_of_one_node_is_refused_for_two() -> None:
     spec = TINY["spec"] | {"checkpoint": {"claim": "kept"}, "parallelism": {"nodes": 2}}
     two = json.dumps(TINY | {"spec": spec})
     found = the_one(judged(two, claims={"kept": claim("Bound", "ReadWriteOnce")}))
-    assert found.severity is Severity.ERROR and "2 nodes mount it" in found.message
+    assert found.severity is Severity.ERROR and "2 nodes write to it" in found.message
     assert the_bad(judged(CLAIMING, claims={"kept": claim("Bound", "ReadWriteOnce")})) == []
+    found = the_one(judged(CLAIMING, claims={"kept": claim("Bound", "ReadOnlyMany")}))
+    assert found.severity is Severity.ERROR and "checkpoints must be written to it" in found.message
+
+
+def test_a_job_without_a_claim_for_checkpoints_is_told_that_they_are_lost() -> None:
+    found = the_one(judged(json.dumps(TINY)))
+    assert (found.severity, found.message) == (
+        "note", "spec.checkpoint.claim is not set: checkpoints are lost with the pod"
+    )  # fmt: skip
 
 
 NAMING = json.dumps(
@@ -457,6 +473,7 @@ NAMING = json.dumps(
     | {
         "spec": TINY["spec"]
         | {
+            "checkpoint": {"claim": "kept"},
             "pod": {
                 "imagePullSecrets": [{"name": "registry"}],
                 "env": [{"name": "WANDB_API_KEY", "valueFrom": {"secretKeyRef": {"name": "wandb", "key": "key"}}}],

@@ -85,7 +85,8 @@ def test_device_auto_is_the_cpu_where_the_model_does_not_fit_the_gpu() -> None:
     tiny = replace(HERE, gpus=Gpus((replace(RTX, free_bytes=0),)))
     plan = decided_for_this_machine(job(), tiny)
     assert isinstance(plan, MemoryPlan)
-    assert plan.reasons[0] == "device: Cpu, the model does not fit NVIDIA GeForce RTX 4090, 0 B free"
+    assert plan.reasons[0].startswith("device: Cpu, no plan fits on the GPU (NVIDIA GeForce RTX 4090, 0 B free): ")
+    assert plan.reasons[0].endswith(" of device memory missing (budget 0 B)")
     lacking = decided_for_this_machine(job(), replace(tiny, memory_bytes=0), corrections=Corrections())
     assert isinstance(lacking, Infeasible)
     assert lacking.node == "local-1x-rtx-4090"

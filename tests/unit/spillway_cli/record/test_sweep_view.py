@@ -265,6 +265,9 @@ def test_the_report_has_a_curve_of_every_member_and_a_table(run: RunDirectory) -
     assert all(f"{name}</span>" in losses for name in "abc")
     evaluations = page.partition("<h2>Evaluation of each member</h2>")[2].partition("</section>")[0]
     assert evaluations.count("<circle") == 3
+    assert "Successive halving compares these." in evaluations
+    run.log.write_text(run.log.read_text().replace(', "halving": 4', ""))
+    assert "Successive halving" not in render_report(read_record(run, trains=False))
     assert STOPPED in page
     assert "<span>best member</span><b>a</b>" in page
     assert "3 members" in page

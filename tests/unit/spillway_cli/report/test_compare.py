@@ -37,7 +37,7 @@ def test_two_runs_are_compared_in_figures_fields_and_bits(tmp_path: Path, capsys
     page = tmp_path / "page.html"
     assert compare(runs, page, Format.TEXT) == 0
     printed = capsys.readouterr().out
-    assert "equal bit for bit in the first 3 steps of 6, then they differ" in printed
+    assert "equal bit for bit in the first 3 steps of 6, and differ from then on" in printed
     (seeds,) = [line.split() for line in printed.splitlines() if line.startswith("training.seed")]
     assert seeds[2] == "7"
     assert "steps" in printed and "training.steps" not in printed, "fields that are the same are left out"
@@ -54,6 +54,17 @@ def test_equal_runs_have_the_same_bits_and_differ_in_nothing(
     assert (told["sameSteps"], told["page"]) == (4, None)
     assert [each["steps"] for each in told["runs"].values()] == [6, 6, 4]
     assert not [path for path in told["differences"] if path.startswith("training")]
+
+
+@pytest.mark.parametrize(
+    ("differs_from", "said"), [(1, "differ from the first step on"), (2, "the first 1 step of 6, ")]
+)
+def test_runs_that_differ_soon_are_said_to(
+    differs_from: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [run(tmp_path / "a", 6), run(tmp_path / "b", 6, differs_from=differs_from)]
+    assert compare(runs, None, Format.TEXT) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from rich.console import Console
 
+from cases.job_documents import job
 from harness.run_records import plan, run_log
 from spillway_cli.record.attempt_ends import Attempt
 from spillway_cli.record.log import RunLog
 from spillway_cli.record.summary import summarize
 from spillway_cli.report.charts import Series, line_chart, stacked_chart, thin, ticks
 from spillway_cli.report.page import RunRecord, render_report
-from spillway_cli.run.command import left_out, time_of
+from spillway_cli.run.command import left_out, summary_table, time_of
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 ENDED = {
@@ -188,6 +191,9 @@ def test_summary_counts_skipped_steps_and_separates_attempts_from_gaps() -> None
     assert (found.attempt_seconds, found.training_seconds) == (17.0, 4907.0)
     assert left_out(found) == "2: loss or gradients not finite (1 overflowed float16 at their loss scale)"
     assert time_of(found) == "17 s in 2 attempts, 1h21m from first to last"
+    console = Console(width=200, record=True)
+    console.print(summary_table(job(), replace(found, num_attempts=3), 4))
+    assert "1 after failures; resumed 1 time by `spillway run`" in console.export_text()
     assert found.as_json()["skippedSteps"] == 2
 
 

@@ -19,5 +19,5 @@ def test_a_disk_with_less_than_the_budget_is_named(nvme: str, is_the_disk: bool)
     asked = job(STATES_ON_NVME | {"spec.memory.budget.nvme": nvme})
     found = decided_for_this_machine(asked, resources)
     assert isinstance(found, Infeasible)
-    said = "the disk to spill to has only 2.00 MiB free; free space there, or name another with --spill"
+    said = "the disk to spill to has only 2.00 MiB free; free space there, or spill to another disk"
     assert (said in found.nearest) is is_the_disk

@@ -74,8 +74,9 @@ def test_attempt_without_room_gives_way_to_one_that_fits_what_is_free() -> None:
     said = condition(desired, "Running")
     assert (said["status"], said["reason"]) == ("False", "Replanned")
     assert said["message"].startswith(
-        "the scheduler finds no node, so the job is planned again for what is free: local, with pods of "
+        "the scheduler finds no node, so the job is planned again for the free nodes: class local, with pods of "
     )
+    assert said["message"].endswith(" instead of 100 GiB")
     assert [view.as_free for view in places.views] == [True]
     assert not desired.deletes, "it is written before it is done"
     after = reconcile(follow_up(seen, desired), NOW, Places("nothing"))
@@ -90,6 +91,16 @@ def test_an_attempt_that_was_replanned_counts_as_no_restart() -> None:
     attempts = desired.status["attempts"]
     assert (attempts["total"], attempts["lastReason"]) == (2, "Replanned")
     assert attempts.get("restarts", 0) == 0
+
+
+@pytest.mark.parametrize("memory", [None, "1Mi"])
+def test_the_size_of_pods_is_named_only_if_they_become_smaller(memory: str | None) -> None:
+    seen = unschedulable(31)
+    status = json.loads(seen.job.status)
+    status["plan"] = {"node": "another", "device": "Cpu"} | ({"podMemory": memory} if memory else {})
+    seen = replace(seen, job=replace(seen.job, status=json.dumps(status).encode()))
+    message = condition(reconcile(seen, NOW, Places()), "Running")["message"]
+    assert message.endswith("planned again for the free nodes: class local")
 
 
 @pytest.mark.parametrize("free", ["same", "nothing", "too few"])

@@ -95,7 +95,8 @@ def test_a_download_needs_a_claim_that_can_be_written() -> None:
     desired = decide(seen(Inspection(), FETCHED))
     assert planned(desired) == (
         "False", "ClaimNotWritable",
-        "spec.model.source.claim = models: the download must be written to it, but its access mode is ReadOnlyMany",
+        "spec.model.source.claim = models: the download must be written to it, but its access mode is ReadOnlyMany; "
+        "use a claim with ReadWriteOnce or ReadWriteMany",
     )  # fmt: skip
 
 
@@ -149,12 +150,12 @@ def test_what_the_pod_told_becomes_an_immutable_object_and_then_a_plan() -> None
 @pytest.mark.parametrize(
     ("found", "why"),
     [
-        (ended(64, "spec.model.source: /claims/models/tiny has no config.json"), "has no config.json; correct it"),
-        (ended(137, "", "OOMKilled"), "used more than 4Gi of memory"),
+        (ended(64, "spec.model.source: /claims/models/tiny has no config.json"), "has no config.json; correct"),
+        (ended(137, "", "OOMKilled"), f"Job {NAME}-inspect used more than 4Gi of memory; correct the cause"),
         (ended(1, "Traceback"), "ended with exit code 1: Traceback"),
         (ended(0, "not a shape"), "ended with exit code 0: not a shape"),
         (ended(0, ""), "ended with exit code 0: no message"),
-        (replace(ended(137), ending=None, reason="DeadlineExceeded"), "took longer than 600 s"),
+        (replace(ended(137), ending=None, reason="DeadlineExceeded"), "building the model took longer than 10m00s"),
         (Inspection(shape="forged"), f"ConfigMap {NAME}-model does not hold model sizes that this operator can read"),
     ],
 )
@@ -164,6 +165,22 @@ def test_a_model_that_cannot_be_built_is_said_with_what_to_do(found: Inspection,
     assert (status, reason) == ("False", "InspectionFailed") and why in message
     assert f"kubectl delete job {NAME}-inspect -n team" in message or "delete it" in message
     assert not desired.creates and not desired.deletes
+
+
+@pytest.mark.parametrize(
+    ("model", "found", "why"),
+    [
+        ({"entrypoint": "my.module:build"}, ended(137, "", "OOMKilled"), "create the model's parameters without"),
+        (
+            FETCHED["spec.model"],
+            replace(ended(137), ending=None, reason="DeadlineExceeded"),
+            "the download took longer",
+        ),
+    ],
+)
+def test_advice_about_building_is_given_only_where_a_model_is_built(model: Any, found: Inspection, why: str) -> None:
+    writable = (Claim("models", True, ("ReadWriteOnce",)),)
+    assert why in planned(decide(replace(seen(found, {"spec.model": model}), claims=writable)))[2]
 
 
 def test_members_are_planned_from_the_shapes_of_their_own_adapters() -> None:

@@ -56,6 +56,13 @@ def test_a_start_is_four_requests_and_the_end_one() -> None:
     assert world.condition("Complete")["message"] == "100 steps in 1 attempt"
 
 
+@pytest.mark.parametrize(("training", "trained"), [({"steps": 1}, "1 step"), ({"epochs": 2}, "completed")])
+def test_what_a_complete_job_trained_is_counted_if_known(training: dict[str, int], trained: str) -> None:
+    done = attempt(outcome="Complete", succeeded=1)
+    seen = observed({"spec.training": {**training, "sequenceLength": 8}}, {"attempts": {"total": 1}}, attempts=(done,))
+    assert condition(decide(seen), "Complete")["message"] == f"{trained} in 1 attempt"
+
+
 def test_a_service_is_one_more_request() -> None:
     assert writes(running(num_nodes=2)) == [
         "create configmaps", "create services", "create jobs", "patch trainingjobs", "patch trainingjobs",
@@ -146,7 +153,7 @@ def test_restarts_end_with_their_budget() -> None:
     fail(world, 1, "ValueError: again")
     failed = world.condition("Failed")
     assert (failed["status"], failed["reason"]) == ("True", "RankCrashed")
-    assert "lifecycle.maxRestarts = 1 is reached" in failed["message"]
+    assert failed["message"].endswith("ValueError: again; no restart is left (lifecycle.maxRestarts = 1)")
     assert "ValueError: again" in failed["message"]
 
 
@@ -244,6 +251,38 @@ def test_suspend_stops_the_attempt_and_resume_begins_a_new_one() -> None:
     assert world.status["attempts"]["total"] == 2
     assert world.status["attempts"]["lastReason"] == "Suspended"
     assert world.status["attempts"]["shortInARow"] == 0
+
+
+def test_a_suspension_taken_back_while_the_pods_end_is_no_disruption() -> None:
+    world = running()
+    world.suspend(True)
+    world.operator.deliver_all()
+    world.look()
+    world.suspend(False)
+    rounds(world)
+    known = world.status["attempts"]
+    assert (world.status["state"], known["total"], known["lastReason"]) == ("Running", 2, "Suspended")
+    assert known["disruptions"] == 0
+    assert world.condition("Suspended")["reason"] == "NotSuspended"
+    assert not [note for note in world.operator.notes if note.type == "Warning"]
+
+
+RAN = {"attempts": {"total": 1, "ended": 1}}
+SAVED = {**RAN, "checkpoint": {"step": 3, "epoch": 1}}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "status", "does"),
+    [
+        ({"claim": "c"}, {}, "start"),
+        ({"claim": "c"}, RAN, "continue"),
+        ({"claim": "c"}, SAVED, "resume from the last checkpoint"),
+        ({}, SAVED, "continue; checkpoint.claim is not set, so the next attempt starts from the beginning"),
+    ],
+)
+def test_a_suspended_job_says_where_the_next_attempt_starts(checkpoint: Any, status: Any, does: str) -> None:
+    desired = decide(observed({"spec.suspend": True, "spec.checkpoint": checkpoint}, status))
+    assert condition(desired, "Suspended")["message"] == f"set spec.suspend to false to {does}"
 
 
 def test_a_suspension_is_three_requests() -> None:
@@ -404,7 +443,7 @@ def test_silent_attempt_is_reported_once_and_checked_in_time() -> None:
         world.advance(600)
     heard = world.condition("Progressing")
     assert (heard["status"], heard["reason"]) == ("Unknown", "NoReport")
-    assert "for more than 5m00s" in heard["message"]
+    assert "for more than 5m00s" in heard["message"] and heard["message"].endswith("; see spillway logs demo")
     assert len(writes(world)) == before + 1
     assert world.operator.due is not None
     assert world.operator.due - world.server.now > 10**8, "the next report is what there is to wait for"
@@ -458,7 +497,7 @@ def test_wrong_image_is_fixed_by_deleting_the_job_the_message_names() -> None:
     world.operator.deliver_all()
     world.look()
     message = world.condition("Running")["message"]
-    assert message.endswith("correct spec.pod.image, then start a new attempt: kubectl delete job demo-1 -n team")
+    assert message.endswith("After a change of the spec: kubectl delete job demo-1 -n team")
     world.job["spec"]["image"] = "mended"
     world.job["metadata"]["generation"] += 1
     world.server.put("trainingjobs", world.job)
@@ -487,7 +526,8 @@ def test_a_pod_that_a_deleted_job_left_behind_is_named(suspended: bool) -> None:
     name = pod["metadata"]["name"]
     assert said["reason"] == "JobGone"
     assert said["message"] == (
-        f"Job demo-1 was deleted, but pod {name} is still running: delete it (kubectl delete pod {name} -n team)"
+        "Job demo-1 was deleted, but its pods still run: kubectl delete pod -n team "
+        "-l batch.kubernetes.io/job-name=demo-1"
     )
     assert world.status["state"] == "Running"
     before = len(writes(world))
@@ -775,6 +815,29 @@ def test_checkpoints_are_not_written_to_a_claim_that_can_only_be_read() -> None:
     assert condition(desired, "Planned")["reason"] == "ClaimNotWritable"
 
 
+FETCHED = {"spec.data": {"text": {"claim": "c", "subPath": "a", "fetch": {"uri": "https://host/a"}}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_nodes", "mode", "problem"),
+    [
+        ({"spec.pod.mounts": [{"path": "/m", "claim": "c", "writable": True}]}, 2, "ReadWriteOnce",
+         "2 nodes write to it, so its access mode must be ReadWriteMany; it is ReadWriteOnce"),
+        ({"spec.pod.mounts": [{"path": "/m", "claim": "c", "writable": True}]}, 1, "ReadOnlyMany",
+         "writable is true, but its access mode is ReadOnlyMany; use a claim with ReadWriteOnce or ReadWriteMany"),
+        (FETCHED, 2, "ReadWriteOnce",
+         "2 nodes read the download from it, so its access mode must be ReadWriteMany; it is ReadWriteOnce"),
+        (FETCHED, 2, "ReadOnlyMany",
+         "the download must be written to it, but its access mode is ReadOnlyMany; use a claim with ReadWriteMany"),
+    ],
+)  # fmt: skip
+def test_the_access_mode_that_is_asked_for_allows_every_use(
+    changes: dict[str, Any], num_nodes: int, mode: str, problem: str
+) -> None:
+    seen = observed(changes | {"spec.parallelism": {"nodes": num_nodes}}, claims=(Claim("c", True, (mode,)),))
+    assert condition(decide(seen), "Planned")["message"].endswith(f" = c: {problem}")
+
+
 def test_every_claim_is_checked() -> None:
     changes = {
         "spec.checkpoint": {"claim": "good"}, "spec.data": {"text": {"claim": "bad"}}, "spec.parallelism": {"nodes": 2},
@@ -980,23 +1043,25 @@ def test_a_container_that_cannot_start_is_shown() -> None:
     assert condition(desired, "Scheduled")["status"] == "True"
     assert condition(desired, "Running")["reason"] == "ContainerWaiting"
     assert condition(desired, "Running")["message"] == (
-        "demo-1-0-x: ImagePullBackOff: not found; correct spec.pod.image, then start a new attempt: "
-        "kubectl delete job demo-1 -n team"
+        "demo-1-0-x: ImagePullBackOff: not found; check the image's name (spec.pod.image, by default the chart's "
+        "trainer.image), the registry and spec.pod.imagePullSecrets; the kubelet tries again. "
+        "After a change of the spec: kubectl delete job demo-1 -n team"
     )
 
 
-def test_what_the_kubelet_tries_again_is_mended_in_place() -> None:
-    pod = PodObject("demo-1-0-x", "p", 0, "node-0", "Pending", waiting='FailedMount: configmap "code" not found')
+@pytest.mark.parametrize("reason", ["FailedMount", "CreateContainerConfigError"])
+def test_what_the_kubelet_tries_again_is_mended_in_place(reason: str) -> None:
+    pod = PodObject("demo-1-0-x", "p", 0, "node-0", "Pending", waiting=f'{reason}: configmap "code" not found')
     assert condition(not_ready((pod,)), "Running")["message"] == (
-        'demo-1-0-x: FailedMount: configmap "code" not found; once that is corrected, the pod starts; or '
-        "correct spec, then start a new attempt: kubectl delete job demo-1 -n team"
+        f'demo-1-0-x: {reason}: configmap "code" not found; fix the cause, for example create what is missing; the '
+        "kubelet tries again. After a change of the spec: kubectl delete job demo-1 -n team"
     )
 
 
 def test_the_advice_stays_whole_after_the_longest_sentence() -> None:
     pod = PodObject("demo-1-0-x", "p", 0, "node-0", "Pending", waiting="CreateContainerConfigError: " + "x" * 4000)
     message = condition(not_ready((pod,)), "Running")["message"]
-    assert message.endswith("correct spec, then start a new attempt: kubectl delete job demo-1 -n team")
+    assert message.endswith("After a change of the spec: kubectl delete job demo-1 -n team")
 
 
 def test_the_pod_that_is_not_ready_is_named() -> None:

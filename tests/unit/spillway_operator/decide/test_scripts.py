@@ -131,7 +131,7 @@ def test_a_script_that_reports_nothing_completes() -> None:
 @pytest.mark.parametrize(
     ("code", "reason", "ends", "words"),
     [
-        (137, "OOMKilled", "OOMKilled", "give the pod more (spec.pod.resources.memory)"),
+        (137, "OOMKilled", "OOMKilled", "memory limit (exit code 137); raise spec.pod.resources.memory"),
         (64, "Error", "UserError", "exit"),
         (1, "Error", None, "ValueError: no such column"),
     ],

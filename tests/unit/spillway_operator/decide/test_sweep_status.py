@@ -110,7 +110,16 @@ def test_many_members_ending_at_once_make_few_events_with_failures_first() -> No
     found = member_notes((), after)
     assert len(found) == MOST_MEMBER_NOTES + 1
     assert [note.reason for note in found[:4]] == ["MemberFailed"] * 3 + ["MemberStopped"]
-    assert found[-1].note.startswith(f"{MAX_MEMBERS - MOST_MEMBER_NOTES} more members: m05, m06")
+    assert found[-1].note.startswith(f"{MAX_MEMBERS - MOST_MEMBER_NOTES} more members failed or stopped: m05, m06")
+    assert found[-1].type == "Normal"
+
+
+def test_the_event_about_many_members_warns_if_one_of_them_failed() -> None:
+    failed = tuple(status_row(f"m{index}", "Failed") for index in range(MOST_MEMBER_NOTES + 1))
+    last = member_notes((), failed)[-1]
+    assert (last.type, last.reason, last.note) == (
+        "Warning", "MembersEnded", f"1 more member failed or stopped: m{MOST_MEMBER_NOTES}"
+    )  # fmt: skip
 
 
 def test_when_an_attempt_has_ended_nobodys_turn_it_is() -> None:

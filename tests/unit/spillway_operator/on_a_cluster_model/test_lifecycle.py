@@ -198,7 +198,7 @@ def test_pending_deadline_fails_the_job_and_says_what_was_in_the_way() -> None:
     course(world, 30)
     failed = world.condition("Failed")
     assert (failed["status"], failed["reason"]) == ("True", "PendingDeadlineExceeded")
-    assert "lifecycle.pendingDeadlineSeconds = 60 is exceeded: no attempt ran for 6" in failed["message"]
+    assert "lifecycle.pendingDeadlineSeconds = 60 is exceeded: the job waited 6" in failed["message"]
     assert "exceeded quota" in failed["message"]
 
 
@@ -308,7 +308,8 @@ def test_stalls_end_with_the_budget_of_restarts() -> None:
     course(world, 300)
     failed = world.condition("Failed")
     assert (failed["status"], failed["reason"]) == ("True", "NoProgress")
-    assert "lifecycle.maxRestarts = 1 is reached; no step after step 42 for" in failed["message"]
+    assert failed["message"].startswith("no step after step 42 for 6")
+    assert failed["message"].endswith("; no restart is left (lifecycle.maxRestarts = 1)")
 
 
 def test_the_earlier_reason_stalled_is_read_from_a_stored_status() -> None:
@@ -432,7 +433,9 @@ def test_where_nobody_is_heard_nobody_is_ended() -> None:
         desired = decide(seen)
         assert condition(desired, "Running")["reason"] == reason, others
         if reason == "Running":
-            assert "no other job reported" in condition(desired, "Progressing")["message"]
+            assert condition(desired, "Progressing")["message"].startswith(
+                "no job reports steps, so the operator itself"
+            )
             assert desired.look_again_seconds == 30
 
 
@@ -468,7 +471,10 @@ def test_a_stall_is_judged_only_while_all_pods_run() -> None:
         rounds(world, 1, seconds=20)
         if attempts_of(world)["total"] == 2:
             break
-    assert (attempts_of(world)["lastReason"], attempts_of(world)["restarts"]) == ("NodeLost", 0)
+    known = attempts_of(world)
+    assert (known["lastReason"], known["lastNode"], known["restarts"]) == ("NodeLost", "node-1", 0)
+    restart = next(note.note for note in world.operator.notes if note.action == "Restart")
+    assert restart.endswith(" on node-1: did not end within its grace period, so its node counts as lost")
 
 
 def test_a_suspension_in_the_grace_period_of_a_stall_is_a_suspension() -> None:
@@ -644,7 +650,7 @@ def test_restart_counters_are_never_reset_by_suspend_and_resume() -> None:
     assert after["activeSeconds"] >= before["activeSeconds"] > 0
     fail(world, 1)
     fail(world, 1)
-    assert "lifecycle.maxRestarts = 2 is reached" in world.condition("Failed")["message"]
+    assert "no restart is left (lifecycle.maxRestarts = 2)" in world.condition("Failed")["message"]
 
 
 def test_the_state_of_a_resumed_job_is_not_stale() -> None:
@@ -743,7 +749,10 @@ def test_what_never_changes_is_refused_where_an_older_crd_let_it_through(field: 
     rounds(world)
     accepted = world.condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
-    assert f"spec.{field}" in accepted["message"] and "restore the value in its ConfigMap" in accepted["message"]
+    assert accepted["message"] == (
+        f"spec.{field}: changed since attempt 1 began, but is immutable; restore the value of that attempt (kubectl "
+        "get configmap demo-1 -n team -o yaml, key job.json), or create a new TrainingJob"
+    )
     assert not world.attempts()
     world.job["spec"] = before
     world.edit()
@@ -768,8 +777,11 @@ def test_checkpoint_members_and_objective_change_only_while_suspended(field: str
     fail(world, 1)
     accepted = world.condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "InvalidSpec")
-    assert accepted["message"].startswith(f"spec.{field} = another value: can change only while the job is suspended")
-    assert "changed since attempt 1; restore the value in its ConfigMap, or suspend it" in accepted["message"]
+    assert accepted["message"] == (
+        f"spec.{field}: changed since attempt 1 began, but can change only while the job is suspended; restore the "
+        "value of that attempt (kubectl get configmap demo-1 -n team -o yaml, key job.json), or set "
+        "spec.suspend to true"
+    )
     assert attempts_of(world)["total"] == 1
     world.suspend(True)
     rounds(world)
@@ -865,6 +877,22 @@ def test_a_job_that_somebody_suspended_by_hand_is_withdrawn_once_it_ran(controll
     assert attempts_of(world)["total"] == 2
     assert world.status["state"] == "Running"
     assert attempts_of(world)["restarts"] == 0
+    evicted = next(note.note for note in world.operator.notes if note.reason == "EvictedByQueue")
+    assert evicted == "another client suspended Job demo-1; another attempt follows"
+
+
+def test_a_job_suspended_by_hand_before_it_ran_says_how_to_resume_it() -> None:
+    world = World()
+    world.look()
+    (job,) = world.attempts()
+    world.evict(job)
+    rounds(world)
+    said = world.condition("QuotaReserved")
+    assert (said["reason"], said["message"]) == (
+        "Waiting",
+        "Job demo-1 has spec.suspend: true, which Spillway did not set; to resume it: "
+        """kubectl patch job demo-1 -n team -p '{"spec":{"suspend":false}}'""",
+    )
 
 
 def test_labels_that_somebody_took_off_a_job_start_no_second_attempt() -> None:

@@ -77,7 +77,7 @@ def test_three_other_plans_are_tried_and_no_fourth() -> None:
     out_of_memory(world)
     failed = world.condition("Failed")
     assert (failed["status"], failed["reason"]) == ("True", "DeviceOutOfMemory")
-    assert failed["message"].startswith("3 other plans were tried (status.escalations); ")
+    assert failed["message"].endswith("; 3 other plans ran out of memory, too (see status.escalations)")
     found = escalations(world)
     assert [one["attempt"] for one in found] == [1, 2, 3, 4]
     assert [bool(one.get("change")) for one in found] == [True, True, True, False]
@@ -94,7 +94,8 @@ def test_three_tries_are_of_one_kind_of_memory_and_six_of_all() -> None:
     killed(world)
     failed = world.condition("Failed")
     assert (failed["status"], failed["reason"]) == ("True", "OOMKilled")
-    assert failed["message"].startswith("6 other plans were tried (status.escalations); ")
+    tried = "; 6 other plans ran out of memory, too (see status.escalations); raise spec.pod.resources.memory"
+    assert failed["message"].endswith(tried)
     assert world.status["attempts"]["memoryErrors"] == 7
 
 
@@ -134,6 +135,7 @@ def test_mode_disabled_ends_with_the_trainers_own_sentence() -> None:
     failed = world.condition("Failed")
     assert (failed["reason"], world.status["attempts"]["total"]) == ("DeviceOutOfMemory", 1)
     assert "the reason" in failed["message"]
+    assert failed["message"].endswith("; no other plan is tried, because memory.mode is Disabled")
 
 
 def test_where_no_other_plan_fits_the_job_fails_with_both_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +145,7 @@ def test_where_no_other_plan_fits_the_job_fails_with_both_sentences(monkeypatch:
     failed = world.condition("Failed")
     assert failed["reason"] == "DeviceOutOfMemory"
     assert "attempt 1 ended: " in failed["message"]
-    assert "no other plan fits: device lacks 1 B" in failed["message"]
+    assert "no further attempt follows: device lacks 1 B" in failed["message"]
 
 
 def test_without_the_contract_nobody_knows_what_was_not_enough() -> None:
@@ -151,8 +153,22 @@ def test_without_the_contract_nobody_knows_what_was_not_enough() -> None:
     (contract,) = world.server.all("configmaps")
     world.server.take("configmaps", contract["metadata"]["name"])
     out_of_memory(world)
-    assert world.condition("Failed")["reason"] == "DeviceOutOfMemory"
+    failed = world.condition("Failed")
+    assert failed["reason"] == "DeviceOutOfMemory"
+    assert failed["message"].endswith(
+        "ConfigMap demo-1, which has this attempt's plan, is missing or of another version"
+    )
     assert world.status["attempts"]["total"] == 1
+
+
+def test_a_plan_that_would_run_out_again_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = running()
+    monkeypatch.setattr(planning, "repeats", lambda failures, *_: failures[0].attempt == 1)
+    out_of_memory(world)
+    assert world.condition("Failed")["message"].endswith(
+        "no further attempt follows: the next plan would run out again: it needs at least as much device memory as "
+        "attempt 1; raise spec.memory.budget.device, or use a node with more device memory"
+    )
 
 
 @pytest.mark.parametrize("writes_before", [0, 1, 2, 3])

@@ -241,8 +241,9 @@ def test_a_choice_says_what_goes_where_and_what_it_costs() -> None:
     storages = [replace(each, rebuild_seconds=0.25) for each in FOUR]
     reason = chosen(storages, replace(ROOMY, nvme_bytes=0)).reason
     assert reason == (
-        "2.00 MiB in 2 storages kept, 2.00 MiB in 2 storages recomputed; 0 µs of waiting and 500 ms of recomputation "
-        "in a step of 11 s; recomputing a MiB may take up to 250 ms; peak 2.00 MiB of 2.00 MiB on the device"
+        "2.00 MiB in 2 tensors kept, 2.00 MiB in 2 tensors recomputed; compute waits 0 µs for copies and recomputes "
+        "for 500 ms in a step of 11 s; tensors that take less than 250 ms per MiB to recompute are recomputed; peak "
+        "2.00 MiB of 2.00 MiB on the device"
     )
 
 
@@ -267,8 +268,8 @@ def test_a_storage_that_is_larger_than_the_device_is_named() -> None:
     found = choose(storages, ROOMY)
     assert found == NoChoice(
         3 * MIB,
-        "storage 1 of the tensors saved for backward takes 5.00 MiB on the device when it is made, but the device has "
-        "only 2.00 MiB for them",
+        "a tensor of 5.00 MiB saved for backward (number 1) does not fit: the device has only 2.00 MiB for such "
+        "tensors",
     )
 
 
@@ -277,7 +278,7 @@ def test_what_fits_nowhere_is_refused_with_what_is_missing() -> None:
     assert isinstance(found, NoChoice)
     assert found.missing_bytes == MIB
     assert found.reason == (
-        "4.00 MiB in 4 storages do not fit: 0 B can be recomputed, and the limits are 2.00 MiB on the device, 0 B in "
+        "4.00 MiB in 4 tensors do not fit: 0 B can be recomputed, and the limits are 2.00 MiB on the device, 0 B in "
         "host memory, 1.00 MiB on NVMe; at least 1.00 MiB are missing"
     )
 

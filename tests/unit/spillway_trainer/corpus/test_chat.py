@@ -144,6 +144,7 @@ USER, ASSISTANT = {"role": "user", "content": "yes"}, {"role": "assistant", "con
 GOOD = {"messages": [USER, ASSISTANT]}
 FORGETS = "{% for m in messages if m.role == 'user' or m == messages[-1] %}{{ m.content }}\n{% endfor %}"
 """As templates that take the reasoning out of earlier responses."""
+PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 BAD: dict[str, tuple[str | None, Any, str]] = {
     "no JSON": (MARKED["gemma"], "{nothing", r"not valid JSON: .*each line must be \{\"messages\""),
     "no UTF-8": (MARKED["gemma"], b"\xff\xfe{".decode("latin-1"), "not valid JSON"),
@@ -156,8 +157,8 @@ BAD: dict[str, tuple[str | None, Any, str]] = {
     "a template of nothing": ("{# no text #}", GOOD, "no message of the assistant is found; correct the template of"),
     "marks in a comment": ("{# {% generation %} #}yes", GOOD, "no message of the assistant is found"),
     "no message": (MARKED["gemma"], {"messages": []}, "messages: is empty"),
-    "no response": (UNMARKED["chatml"], {"messages": [USER]}, "no message of the assistant"),
-    "no marked response": (MARKED["chatml"], {"messages": [USER]}, "no message of the assistant"),
+    "no response": (UNMARKED["chatml"], {"messages": [USER]}, "role assistant, only user, so"),
+    "no marked response": (MARKED["chatml"], {"messages": [USER]}, "role assistant, only user, so"),
     "order": (MARKED["gemma"], {"messages": [USER, USER, ASSISTANT]}, "model: Conversation roles must alternate"),
     "system": (MARKED["gemma"], {"messages": [{"role": "system"}, USER]}, "model: System role not supported"),
     "first": (UNMARKED["gemma"], {"messages": [ASSISTANT]}, "model: Conversation roles must alternate"),
@@ -172,6 +173,13 @@ BAD: dict[str, tuple[str | None, Any, str]] = {
     "no arguments": (MARKED["gemma"], GOOD | {"chat_template_kwargs": 7}, "cannot be rendered by .*model: TypeError"),
     "special text": (None, {"prompt": "a", "completion": "b<|im_end|>"}, r"completion: contains .* <\|im_end\|>"),
     "no token": (None, {"prompt": "", "completion": ""}, "the response is empty"),
+    "other roles": (PLAIN, {"messages": [USER | {"role": "human"}, USER | {"role": "gpt"}]},
+                    "messages: no message has the role assistant, only human, gpt"),
+    "parts": (PLAIN, {"messages": [USER, ASSISTANT | {"content": [{"type": "text", "text": "no"}]}]},
+              r"messages\[1\]: its content is a list, which the chat template of .* writes as code"),
+    "a short mask": (None, {"input_ids": [7, 8], "completion_mask": [1]}, "completion_mask: must be a list with "),
+    "a hole": (None, {"input_ids": [7, 8, 9], "attention_mask": [1, 0, 1]}, "attention_mask: has a 0 between its ones"),
+    "all padding": (None, {"input_ids": [7, 8], "attention_mask": [0, 0]}, "no token after the first is a label"),
 }  # fmt: skip
 
 
@@ -192,6 +200,22 @@ def test_a_bad_line_is_rejected_with_its_place_and_leaves_nothing(tmp_path: Path
     with pytest.raises(UserError, match=rf"a\.jsonl:3: .*(?:{sentence})"):
         build_corpus(source, tmp_path / "out" / "corpus", VOCABULARY, silent, recipe)
     assert not any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "labels"),
+    [
+        ({"attention_mask": [0, 1, 1, 1, 0]}, [8, 9, 10], [1, 1, 1]),
+        ({"completion_mask": [0, 0, 1, True, 0]}, [7, 8, 9, 10, 11], [0, 0, 1, 1, 0]),
+        ({"assistant_masks": [0, 1, 0, 1, 0], "attention_mask": [1, 1, 1, 1, 0]}, [7, 8, 9, 10], [0, 1, 0, 1]),
+        ({"labels": [-100, 8, 9, 10, 11], "assistant_masks": [1, 1, 1, 0, 1]}, [7, 8, 9, 10, 11], [0, 1, 1, 0, 1]),
+    ],
+)
+def test_masks_beside_tokens_say_what_is_padding_and_no_label(
+    tmp_path: Path, fields: dict[str, Any], tokens: list[int], labels: list[int]
+) -> None:
+    ((found, mask),) = ours(tmp_path, "chatml", MARKED["chatml"], [{"input_ids": [7, 8, 9, 10, 11], **fields}])
+    assert (found, [int(one) for one in mask]) == (tokens, labels)
 
 
 # --- the corpus, and what the step loop reads of it -------------------------------------------------------------------
@@ -311,5 +335,5 @@ def test_held_out_chats_are_never_trained_on(tmp_path: Path) -> None:
 
 def test_chats_without_a_response_in_reach_are_rejected(tmp_path: Path) -> None:
     corpus = built(tmp_path, [GOOD, GOOD])
-    with pytest.raises(UserError, match=r"0 of 2 chats have a response within spec\.training\.sequenceLength 3"):
+    with pytest.raises(UserError, match=r"none of 2 chats has a response within spec\.training\.sequenceLength 3; "):
         TokenBatches(corpus, 3, seed=0)

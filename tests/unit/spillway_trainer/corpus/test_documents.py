@@ -126,7 +126,7 @@ BAD = {
     "numbers": "document 1: must be a string, .*; found int 3",
     "mixed": "document 2 is chat, but the documents before it are not",
     "no_json": "document 1: cannot be written as JSON: ",
-    "no_response": "document 2: messages: no message of the assistant",
+    "no_response": "document 2: messages: no message has the role assistant",
     "large_token": r"document 2: input_ids\[1\] is 1000000, but the tokenizer of spec.model.source has only \d+ tokens",
     "float_token": r"document 1: input_ids\[0\] is 1\.0, of type float; tokens must be whole numbers",
     "batch_of_tokens": r"document 1: input_ids\[0\] is \[1, 2, 3\]: a nested list; give the tokens",

@@ -77,6 +77,11 @@ def test_a_rank_that_torch_ends_because_it_waits_for_a_peer_is_a_follower() -> N
     assert not RankEnd(0, int(signal.SIGABRT), failed, waited_in_nccl=True).follows
 
 
+def test_a_rank_that_the_kernel_killed_points_to_the_kernel_log() -> None:
+    said = json.loads(killed(1, signal.SIGKILL).termination())["message"]
+    assert said == "rank 1 was killed by SIGKILL (probably out of memory; see the kernel log)"
+
+
 def test_without_a_failure_the_lowest_rank_speaks() -> None:
     assert decisive([ended(1, 0), ended(0, 0)]).rank == 0
 

@@ -20,6 +20,8 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
+    NomicBertConfig,
+    NomicBertForMaskedLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -246,6 +248,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an encoder and a decoder": (
         configured(model_type="pegasus", is_encoder_decoder=True), "it has an encoder and a decoder instead of one",
     ),
+    "a family of encoders and decoders": (configured(model_type="mt5"), "mt5: .* it has an encoder and a decoder"),
+    "quantized weights": (
+        configured(quantization_config={"load_in_4bit": True}), "quantization_config is set, .* quantized weights; use",
+    ),
     "no heads": (configured(n_head=0), r"/config\.json: n_head is 0; set it to a value from 1 to 1024"),
     "positions without end": (
         configured(n_positions=2**24 + 1), r"/config\.json: n_positions is 16777217; set it to .* from 1 to 16777216",
@@ -270,6 +276,15 @@ def test_a_directory_that_is_not_right_is_refused_with_what_was_found(
     damage(gpt2)
     with pytest.raises(UserError, match=words):
         values_of(built(gpt2))
+
+
+def test_files_that_store_several_parameters_in_one_tensor_are_rejected(tmp_path: Path) -> None:
+    sizes = NomicBertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    NomicBertForMaskedLM(sizes).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"store several parameters in one tensor \(\S+\.attn\.Wqkv\.weight\)"):
+        built(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["decoder_start_token_id", "pad_token_id"])

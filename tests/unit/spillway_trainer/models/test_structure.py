@@ -17,6 +17,8 @@ from transformers import (
     BertLMHeadModel,
     GPTJConfig,
     GPTJForCausalLM,
+    LayoutLMConfig,
+    LayoutLMForMaskedLM,
     LlamaConfig,
     PreTrainedModel,
 )
@@ -164,6 +166,14 @@ def test_a_parameter_that_the_forward_does_not_use_is_rejected() -> None:
         UserError, match=r"Model: model\.more\.\S+ does not belong to exactly one layer; .* does not use"
     ):
         structure_of(model_of(without_a_parameter))
+
+
+def test_what_follows_the_last_hidden_state_is_no_part_of_the_chain() -> None:
+    """layoutlm runs a pooler, whose output the head of masked tokens does not read."""
+    with torch.device("meta"):
+        model = LayoutLMForMaskedLM(LayoutLMConfig(**SIZES))
+    with pytest.raises(UserError, match=r"layoutlm\.pooler\.\S+ does not belong to .* forward does not use"):
+        structure_of(model)
 
 
 def test_encoder_decoders_and_layers_that_are_used_again_are_rejected() -> None:

@@ -278,11 +278,7 @@ def heard(operator: Operator, tmp_path: Path, plan: MemoryPlan, answers: list[in
 def test_an_answer_lowers_what_activations_may_take_and_none_raises_it(operator: Operator, tmp_path: Path) -> None:
     wanted, said = heard(operator, tmp_path, SPILLED, [None, 48 * MIB, 48 * MIB, 60 * MIB, None])
     assert wanted == 48 * MIB
-    assert said == [
-        "the operator now lets activations use 48.0 MiB of each rank's spill file instead of 64.0 MiB",
-        "the operator now lets activations use 60.0 MiB of each rank's spill file instead of 48.0 MiB; the plan "
-        "allows 48.0 MiB",
-    ]
+    assert said == ["the operator asks activations to use only 48.0 MiB of each rank's spill file instead of 64.0 MiB"]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +287,8 @@ def test_an_answer_lowers_what_activations_may_take_and_none_raises_it(operator:
 def test_what_is_asked_is_kept_within_the_plan(operator: Operator, tmp_path: Path, asked: int, wanted: int) -> None:
     found, said = heard(operator, tmp_path, SPILLED, [asked])
     assert found == wanted
-    assert len(said) == 1 and f"the plan allows {wanted // MIB}.0 MiB" in said[0]
+    stays = "; 24.0 MiB stay there, because the plan has no host memory for more"
+    assert [line.endswith(stays) for line in said] == ([] if asked > wanted else [True])
 
 
 def test_without_a_reserve_nothing_is_lowered(operator: Operator, tmp_path: Path) -> None:
@@ -436,7 +433,7 @@ def test_a_lasting_problem_is_one_line_and_its_end_another(operator: Operator, t
     wait_until(lambda: len(started.said) == 2)
     started.client.close()
     assert started.said[0].startswith("progress is not delivered to http://") and "503" in started.said[0]
-    assert started.said[1] == "progress is delivered"
+    assert started.said[1] == "progress is delivered now"
 
 
 def test_what_was_not_delivered_is_delivered_later_without_a_new_step(operator: Operator, tmp_path: Path) -> None:
@@ -445,7 +442,7 @@ def test_what_was_not_delivered_is_delivered_later_without_a_new_step(operator: 
     started.client.step(step(9))
     wait_for(operator, 3)
     operator.status = 200
-    wait_until(lambda: "progress is delivered" in started.said)
+    wait_until(lambda: "progress is delivered now" in started.said)
     assert operator.steps[-1] == 9
     started.client.close()
 

@@ -198,7 +198,7 @@ def test_a_server_that_is_down_is_one_warning_and_gets_everything_later(
             feed._thread.join()
     assert len(said) == 2
     assert said[0].startswith("tracker mlflow: ") and "training continues" in said[0]
-    assert said[1] == "tracker mlflow: 16 events are not sent; run.jsonl keeps them for the next attempt"
+    assert said[1] == "tracker mlflow: 16 events not sent, kept in run.jsonl for the next attempt, if there is one"
     with tracked_points.mlflow_server(tmp_path, port) as uri:
         again = Trackers(job_of(tmp_path, asked, epoch=2), local_runs.spread_plan(), said.append)
         again.close(0)
@@ -216,11 +216,15 @@ def test_last_events_are_sent_again_until_the_server_answers(tmp_path: Path) -> 
         closing.join()
         (run,) = tracked_points.mlflow_runs(uri, "later").values()
         assert tracked_points.mlflow_curves(uri, run) == recorded(tmp_path)
-    assert said[-1] == "tracker mlflow: events are sent"
+    assert said[-1] == "tracker mlflow: events are sent now"
 
 
+@pytest.mark.parametrize(
+    ("in_cluster", "where"),
+    [(False, "kept in run.jsonl for the next attempt, if there is one"), (True, "lost with this pod")],
+)
 def test_a_server_that_never_answers_does_not_keep_the_run_from_ending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_cluster: bool, where: str
 ) -> None:
     monkeypatch.setattr(trackers, "END_SECONDS", 0.1)
     with socket.socket() as silent:
@@ -228,10 +232,11 @@ def test_a_server_that_never_answers_does_not_keep_the_run_from_ending(
         silent.listen()
         said: list[str] = []
         asked = {"mlflow": {"uri": f"http://127.0.0.1:{silent.getsockname()[1]}"}}
-        found = Trackers(job_of(tmp_path, asked), local_runs.spread_plan(), said.append)
+        job = job_of(tmp_path, asked).model_copy(update={"in_cluster": in_cluster})
+        found = Trackers(job, local_runs.spread_plan(), said.append)
         play(tmp_path, 1, 0, 2)
         found.close(0)  # or this test hangs
-        assert said == ["tracker mlflow: 5 events are not sent; run.jsonl keeps them for the next attempt"]
+        assert said == [f"tracker mlflow: 5 events not sent, {where}"]
 
 
 def test_a_new_pod_begins_with_an_empty_file_and_continues_the_run(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_peak_survives_releases_until_it_is_reset() -> None:
 def test_a_charge_beyond_the_budget_names_the_holders() -> None:
     ledger = DeviceLedger(1024)
     ledger.charge("parameters", 1000)
-    with pytest.raises(DeviceOutOfMemory, match=r"25 B more for activations.*parameters 1000 B.*budget\.device"):
+    with pytest.raises(DeviceOutOfMemory, match=r"25 B more .* limit of 1\.00 KiB .*parameters 1000 B.*in a new job"):
         ledger.charge("activations", 25)
     assert ledger.held_bytes == 1000
 
@@ -79,7 +79,7 @@ def test_within_the_budget_a_charge_beyond_the_plan_waits_first(is_saved: bool) 
     assert (in_flight, ledger.peak_bytes) == ([300], 1000)
     charge(storages[1])
     assert (in_flight, ledger.peak_bytes) == ([], 1600)
-    with pytest.raises(DeviceOutOfMemory, match=r"budget of 1\.95 KiB"):
+    with pytest.raises(DeviceOutOfMemory, match=r"limit of 1\.95 KiB"):
         charge(storages[2])
 
 
