@@ -65,8 +65,6 @@ LIVE_PARAMETERS = 1e9
 """stage3_max_live_parameters and stage3_max_reuse_distance, DeepSpeed's defaults: this many parameters are not gathered
 again. The model assumes that they take no time at all in forward. The A100's runs need something like this, because 7B
 is a third faster per parameter than 20B; it causes the largest error"""
-# modelled_vs_bound_max was 1.10 with chunks of 4 Mi parameters. Chunks of up to 32 Mi cost the host a fifth as much but
-# interleave more coarsely: 1.18 for 7B.
 AT_MOST = {"model_error_max": 0.20, "modelled_vs_bound_max": 1.20}
 AT_LEAST = {"modelled_vs_stride_min": 1.15, "modelled_vs_deepspeed_min": 2.0}
 

@@ -263,7 +263,7 @@ class TokenBatches:
                         "false"
                     )
                 raise UserError(
-                    f"{corpus.directory}: only {self._windows.num} of {corpus.index.num_documents} chats have a "
+                    f"{corpus.directory}: {self._windows.num} of {corpus.index.num_documents} chats have a "
                     f"response within spec.training.sequenceLength {sequence_length}. Evaluation holds out "
                     f"{num_held_out} of these (spec.data.evaluation.fraction {fraction}), so no chat is left to train "
                     "on; give more chats, or raise sequenceLength in a new job"
