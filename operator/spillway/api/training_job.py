@@ -108,7 +108,7 @@ class TrainingJobSpec(JobSpec):
         problems = []
         training, world_size = self.training, self.num_ranks
         if training.global_batch_size % (training.micro_batch_size * world_size):
-            product = f"microBatchSize x nodes x devicesPerNode ({training.micro_batch_size} x {world_size})"
+            product = f"microBatchSize x ranks ({training.micro_batch_size} x {world_size})"
             problems.append(("training.globalBatchSize", f"must be a multiple of {product}"))
         if self.search is not None and self.members != self.search.members:  # job.json has both
             problems.append(("members", MEMBERS_ARE_MADE))

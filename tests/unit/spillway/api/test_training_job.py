@@ -155,7 +155,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a batch too small for the ranks": (
         {"spec.parallelism": {"devicesPerNode": 8}},
         "spec.training.globalBatchSize",
-        "microBatchSize x nodes x devicesPerNode (4 x 8)",
+        "microBatchSize x ranks (4 x 8)",
     ),
     "more ranks than 1,024": (
         {"spec.parallelism": {"nodes": 256, "devicesPerNode": 8}},
