@@ -104,7 +104,7 @@ def test_text_to_evaluate_on_may_not_change_between_attempts(tmp_path: Path) -> 
         held.write_text("other words\n" * 40)
     said = [local_runs.log_of(tmp_path, epoch) for epoch in (1, 2)]
     assert "held-out sequences, fewer than the 64 of data.evaluation.sequences" in said[0]
-    assert "corpus/evaluation: built from" in said[1] and "its content has changed" in said[1]
+    assert "corpus/evaluation: built from" in said[1] and "but the data is now" in said[1]
 
 
 def test_the_spread_plan_uses_every_tier(reference: Reference) -> None:
