@@ -292,6 +292,11 @@ class MemoryPlan(Frozen):
         return NCCL_BYTES * (self.device == "Cuda" and self.world_size > 1)
 
     @property
+    def ranks(self) -> str:
+        """For example: 3 ranks, Fsdp."""
+        return f"{self.world_size} ranks, {self.strategy}" if self.world_size > 1 else "1 rank"
+
+    @property
     def kept_strategy(self) -> Strategy | None:
         """The strategy that further attempts keep, because others add gradients in another order; None for one rank,
         which shards nothing."""

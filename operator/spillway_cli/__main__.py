@@ -112,11 +112,13 @@ def plan(
     device: DeviceOption = None,
     host: HostOption = None,
     nvme: NvmeOption = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine, as in run --ranks.")] = None,
     output: FormatOption = Format.TEXT,
 ) -> None:
     from . import plan_command  # noqa: PLC0415
+    from .run.plan import BudgetOverrides  # noqa: PLC0415
 
-    raise typer.Exit(plan_command.plan(file, node, device, host, nvme, output))
+    raise typer.Exit(plan_command.plan(file, node, BudgetOverrides(device, host, nvme), ranks, output))
 
 
 @app.command(help="Train a job here; rerun to resume.")

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from spillway.api.limits import MANAGER
 from spillway.api.load import load_job
-from spillway.errors import ExitCode
+from spillway.errors import ExitCode, UserError
 from spillway.feedback.profiles import rates_sentence
 from spillway.plan import Infeasible, MemoryPlan, Prediction, Tier, Turns
 from spillway.planning.explain import TOO_MANY_WRITES, endurance
@@ -37,9 +37,9 @@ PARTS = (
 SEARCHING = "comparing plans"
 
 
-def plan(file: Path, node: str | None, device: str | None, host: str | None, nvme: str | None, output: str) -> int:
+def plan(file: Path, node: str | None, budgets: BudgetOverrides, num_ranks: int | None, output: str) -> int:
     """Plans the job in `file` for a node class, a NodeProfile or (None) this machine; prints the result as `output`
-    ("text" or "json"). Returns the exit code.
+    ("text" or "json"). `num_ranks`: ranks on this machine, default 1. Returns the exit code.
 
     Raises UserError (InvalidJob with every wrong field) for what cannot be planned, and without `node` also for what
     `spillway run` would reject here.
@@ -47,6 +47,8 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
     job = load_job(file)
     if node is None:
         local_run.refuse_wrong_fields(job, None, str(file))
+    elif num_ranks is not None:
+        raise UserError("--ranks: with --node, spec.parallelism says how many ranks there are; leave --ranks out")
     shape = inspected_shape(file, job, {})
     if node is not None and job.spec.managed_by == MANAGER and (refused := refusal(job)) is not None:
         for problem in refused.problems:
@@ -54,15 +56,16 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
     if node is None:
         resources = probe(Path())
         profiles = partial(own_profile, resources.cores)
-        local = with_budget(job, BudgetOverrides(device, host, nvme))
+        local, ranks = with_budget(job, budgets), num_ranks or 1
         with status_if_slow(SEARCHING):
-            decided = decided_for_this_machine(local, resources, shape=shape, profiles=profiles)
-        best, _ = local_devices(local.spec, resources.gpus, num_ranks=1)[0]
+            decided = decided_for_this_machine(local, resources, ranks, shape, profiles)
+        best, _ = local_devices(local.spec, resources.gpus, ranks)[0]
         own = profiles(decided.device if isinstance(decided, MemoryPlan) else best)
         rates = "run `spillway calibrate`" if own.spec is None else rates_sentence(own.spec)
         message_console().print(f"this machine: {own.sentence}")
     else:
-        overrides = Overrides(_bytes("device", device), _bytes("host", host), _bytes("nvme", nvme), shape=shape)
+        given = {"device": budgets.device, "host": budgets.host, "nvme": budgets.nvme}
+        overrides = Overrides(*(text and quantity(tier, text) for tier, text in given.items()), shape=shape)
         named = named_node(node)
         with status_if_slow(SEARCHING):
             rates, decided = named.rates, make_plan(job, named.node, overrides)
@@ -71,10 +74,6 @@ def plan(file: Path, node: str | None, device: str | None, host: str | None, nvm
     else:
         show(result_console(), decided, rates, values_of(job.spec.members))
     return int(exit_code(decided))
-
-
-def _bytes(tier: str, text: str | None) -> int | None:
-    return None if text is None else quantity(tier, text)
 
 
 def exit_code(decided: MemoryPlan | Infeasible) -> ExitCode:
@@ -92,8 +91,7 @@ def show(console: Console, decided: MemoryPlan | Infeasible, rates: str, values:
 
 
 def _show_plan(console: Console, plan: MemoryPlan, rates: str, values: Values) -> None:
-    ranks = f"{plan.world_size} ranks, {plan.strategy}" if plan.world_size > 1 else "1 rank"
-    ranks, each = (f"{plan.member_devices} devices", "device") if plan.member_devices > 1 else (ranks, "rank")
+    ranks, each = (f"{plan.member_devices} devices", "device") if plan.member_devices > 1 else (plan.ranks, "rank")
     batches = f"{counted(plan.num_micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"
     console.print(f"{plan.job} on {plan.node}: {ranks}, {batches} per step; bytes of one {each}:")
     console.print(tier_table(plan))

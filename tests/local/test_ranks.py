@@ -161,7 +161,7 @@ def test_a_plan_that_only_one_rank_has_is_refused_by_all(reference: Reference, t
     for each in ended:
         assert each.exit_code == ExitCode.USER_ERROR, each.log
         assert "plan.json" in each.termination["message"]
-        assert "rank 1 found" in each.termination["message"]
+        assert "not the same on all ranks (rank 1: " in each.termination["message"]
 
 
 def test_what_rank_0_may_not_do_no_rank_does(reference: Reference, tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str, n
     on_cpu = node.device_kind == "Cpu"
     device_share = local_ranks if on_cpu else 1
     link_share = min(local_ranks, node.link.devices_per_root_port)
+    core_share = max(1.0, local_ranks / node.num_cores) if on_cpu else 1.0
     return Rates(
         flops=node.flops_per_second(compute) / device_share,
         device=node.device_bytes_per_second / device_share,
@@ -117,7 +118,7 @@ def rank_rates(node: NodeSpec, local_ranks: int, num_nodes: int, compute: str, n
         network=node.network_bytes_per_second if num_nodes > 1 else node.interconnect_bytes_per_second,
         copies_use_cores=node.copies_use_cores,
         elementwise=node.values_per_second(compute) / device_share,
-        operation_overhead=node.operation_overhead_seconds,
+        operation_overhead=node.operation_overhead_seconds * core_share,
         calibrated=node.is_calibrated,
     )
 

@@ -33,6 +33,8 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
+    ranks: str
+    """MemoryPlan.ranks; bytes are those of one rank."""
     num_steps: int
     """Steps on the loss curve."""
     first_loss: float | None
@@ -68,6 +70,7 @@ class RunSummary:
 
     def as_json(self) -> dict[str, object]:
         return {
+            "ranks": self.ranks,
             "steps": self.num_steps,
             "firstLoss": finite(self.first_loss),
             "finalLoss": finite(self.final_loss),
@@ -103,6 +106,7 @@ def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[StepEvent]) -> R
     times = [event.time for event in events]
     evaluations = sorted(log.evaluations)
     return RunSummary(
+        ranks=plan.ranks,
         num_steps=len(steps),
         first_loss=steps[0].metrics.loss if steps else None,
         final_loss=steps[-1].metrics.loss if steps else None,

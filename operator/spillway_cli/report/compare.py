@@ -98,6 +98,7 @@ def figures(runs: Sequence[Compared]) -> list[tuple[str, list[str]]]:
 
     every = [run.summary for run in runs]
     rows = [
+        ("ranks", [one.ranks for one in every]),
         ("steps", [str(one.num_steps) for one in every]),
         ("loss, final", [format_loss(one.final_loss) for one in every]),
         ("loss, evaluation", [format_loss(one.evaluation_loss) for one in every]),

@@ -129,6 +129,7 @@ def subtitle(run: RunRecord) -> str:
     began = datetime.fromtimestamp(run.log.starts[0].time, UTC)
     parts = [
         f"{format_count(start.parameters)} parameters" if run.log.sweep is None else f"{len(run.members)} members",
+        run.plan.ranks if run.plan.world_size > 1 else "",
         f"memory mode {run.plan.mode}",
         f"started {began:%Y-%m-%d %H:%M} UTC",
         f"CPU kernels {start.isa}" if start.isa else "",

@@ -257,6 +257,8 @@ def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int) -> 
     """The summary as a table. `steps_planned`: of all members of a sweep together; 0: unknown."""
     shown = table("", job.metadata.name)
     shown.add_row("steps", f"{summary.num_steps} of {steps_planned or 'an unknown number'}")
+    if summary.ranks != "1 rank":
+        shown.add_row("ranks", f"{summary.ranks}; peaks are those of rank 0")
     if summary.num_steps == 0:
         return shown  # without a step there are no other figures
     shown.add_row("loss, first -> final", f"{format_loss(summary.first_loss)} -> {format_loss(summary.final_loss)}")

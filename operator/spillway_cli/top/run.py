@@ -187,6 +187,7 @@ class RunSource:
             loss = loss if (best := best_of(members)) is None else best.loss
             eta_seconds = self._pace.left_seconds(members, self._members.logs, log.sweep.halving)
         state, sentence = state_of(life, step)
+        ranks = f"{plan.ranks}; bytes and rates are those of rank 0" if plan is not None and plan.world_size > 1 else ""
         unknown = [] if job is not None else ["number of steps: no job.json yet"]
         unknown += [] if plan is not None else ["planned bytes: no plan.json yet"]
         return RunView(
@@ -203,7 +204,7 @@ class RunSource:
             tiers=tiers_of(plan, last, self._peaks),
             rates=rates_of(self._recent),
             members=members,
-            sentences=(sentence,) if sentence else (),
+            sentences=tuple(filter(None, (ranks, sentence))),
             unknown=tuple(unknown),
             is_over=not life.is_taken,
         )

@@ -501,6 +501,15 @@ def test_plan_rejects_what_run_rejects_in_the_same_words(
     assert f"{path} = " in by_run
 
 
+def test_plan_for_several_ranks_is_that_of_a_run_with_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text(JOB, encoding="utf-8")
+    assert cli.run_app(["plan", str(job_file), "--ranks", "2", "-o", "json"]) in (0, ExitCode.FITS_WITH_SPILLING)
+    assert json.loads(capsys.readouterr().out)["world_size"] == 2
+    assert cli.run_app(["plan", str(job_file), "--ranks", "2", "--node", "cpu"]) == ExitCode.USER_ERROR
+    assert "leave --ranks out" in capsys.readouterr().err
+
+
 def test_plan_and_run_reject_text_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job_file, text = tmp_path / "job.yaml", tmp_path / "text"
     job_file.write_text(JOB, encoding="utf-8")

@@ -170,8 +170,8 @@ def test_a_70b_plan_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import json, sys\n"
         "from pathlib import Path\n"
-        "from spillway_cli.plan_command import plan\n"
-        "code = plan(Path(sys.argv[1]), '8xh100', None, None, None, 'json')\n"
+        "from spillway_cli.plan_command import BudgetOverrides, plan\n"
+        "code = plan(Path(sys.argv[1]), '8xh100', BudgetOverrides(), None, 'json')\n"
         "heavy = sorted({'torch', 'numpy', 'ctypes', 'asyncio'} & set(sys.modules))\n"
         "print(json.dumps([code, heavy]), file=sys.stderr)\n"
     )

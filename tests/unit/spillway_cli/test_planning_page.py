@@ -13,6 +13,7 @@ from spillway.plan import MemoryPlan, Policy, Tier
 from spillway.planning.hardware import node_names, resolve_node
 from spillway.planning.planner import make_plan
 from spillway_cli import plan_command
+from spillway_cli.run.plan import BudgetOverrides
 
 PAGE = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -77,5 +78,5 @@ def test_every_node_of_the_catalog_is_named() -> None:
 
 def test_the_page_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
     (shown,) = re.findall(r"^\$ \S*spillway plan examples/llama-70b.yaml --node 8xh100\n(.*?)^```", PAGE, re.M | re.S)
-    plan_command.plan(ROOT / "examples/llama-70b.yaml", "8xh100", None, None, None, "text")
+    plan_command.plan(ROOT / "examples/llama-70b.yaml", "8xh100", BudgetOverrides(), None, "text")
     assert shown == capsys.readouterr().out

@@ -381,7 +381,8 @@ def launch(
     Raises UserError if the metrics port cannot be opened, OSError if a rank cannot be started (ranks that were started
     die with the launcher).
     """
-    scratch = Path(tempfile.mkdtemp(prefix="spillway-ranks-"))
+    beside = Path(layout.termination_message_path).parent  # so that a killed launcher leaves nothing in /tmp
+    scratch = Path(tempfile.mkdtemp(prefix="ranks-", dir=beside if os.access(beside, os.W_OK) else None))
     ranks = LaunchedRanks(program, is_script)
     try:
         starts = plan_ranks(layout, node, scratch)

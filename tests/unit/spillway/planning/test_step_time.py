@@ -349,6 +349,12 @@ def test_a_tied_table_sends_a_gradient_down_for_each_use(architecture: str, extr
     assert found == {False: 0, True: 2 * 2 * extra_uses * 512 * 64}
 
 
+def test_ranks_beyond_the_cores_of_a_cpu_share_them_also_for_what_an_operation_costs() -> None:
+    node = replace(resolve_node("cpu"), num_cores=2)
+    alone, both, six = (rank_rates(node, ranks, 1, "bfloat16").operation_overhead for ranks in (1, 2, 6))
+    assert 0 < alone == both == six / 3
+
+
 def test_encrypted_bytes_pass_the_cipher_and_the_disk_one_after_the_other() -> None:
     """Two ranks share a disk of 6 GB/s; each has a thread for each of two volumes, of 4 GB/s: 1 / (1/3 + 1/8)."""
     node = resolve_node("cpu")

@@ -18,6 +18,7 @@ from spillway_cli.cluster.status import picture as status_picture
 from spillway_cli.cluster.submit import manifest
 from spillway_cli.console import console_on
 from spillway_cli.plan_command import plan
+from spillway_cli.run.plan import BudgetOverrides
 from spillway_cli.record.directory import RunDirectory
 from spillway_cli.record.member_values import (
     fields_of,
@@ -61,7 +62,7 @@ def test_fields_that_end_in_the_same_name_have_their_whole_path() -> None:
 
 
 def test_plan_shows_the_trials_with_the_values_that_were_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(EXAMPLE, "cpu", None, None, None, "text") == 3
+    assert plan(EXAMPLE, "cpu", BudgetOverrides(), None, "text") == 3
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["member", "learningRate", "weightDecay", "warmupSteps"] in rows
     assert ["trial-00", "0.0044605", "0.01", "4"] in rows

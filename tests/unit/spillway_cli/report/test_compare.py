@@ -16,14 +16,14 @@ from spillway_cli.console import Format
 from spillway_cli.report.compare import compare
 
 
-def run(path: Path, num_steps: int, differs_from: int = 10**9, **training: Any) -> Path:
+def run(path: Path, num_steps: int, differs_from: int = 10**9, ranks: int = 1, **training: Any) -> Path:
     """A recorded run whose losses are other ones from a step on."""
     path.mkdir()
     job = job_file(path, path, path / "corpus", 1)
     changed = job.spec.training.model_copy(update=training)
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"training": changed})})
     (path / "job.json").write_text(job.model_dump_json())
-    (path / "plan.json").write_text(plan().model_dump_json())
+    (path / "plan.json").write_text(plan().model_copy(update={"world_size": ranks}).model_dump_json())
     lines = attempt_lines(1, 1, num_steps)
     for line in lines:
         if line["event"] == "step" and line["step"] >= differs_from:
@@ -43,6 +43,12 @@ def test_two_runs_are_compared_in_figures_fields_and_bits(tmp_path: Path, capsys
     assert "steps" in printed and "training.steps" not in printed, "fields that are the same are left out"
     text = page.read_text(encoding="utf-8")
     assert "<svg" in text and "training.seed" in text and str(runs[0]) in text
+
+
+def test_how_many_ranks_trained_is_one_of_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare([run(tmp_path / "a", 6), run(tmp_path / "b", 6, ranks=3)], None, Format.TEXT) == 0
+    (ranks,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("ranks")]
+    assert ranks == ["ranks", "1", "rank", "3", "ranks,", "Ddp"]
 
 
 def test_equal_runs_have_the_same_bits_and_differ_in_nothing(
