@@ -18,7 +18,6 @@ from spillway_cli.cluster.status import picture as status_picture
 from spillway_cli.cluster.submit import manifest
 from spillway_cli.console import console_on
 from spillway_cli.plan_command import plan
-from spillway_cli.run.plan import BudgetOverrides
 from spillway_cli.record.directory import RunDirectory
 from spillway_cli.record.member_values import (
     fields_of,
@@ -31,6 +30,7 @@ from spillway_cli.record.member_values import (
 )
 from spillway_cli.report.command import read_values
 from spillway_cli.report.page import members_section
+from spillway_cli.run.plan import BudgetOverrides
 
 EXAMPLE = ROOT / "examples" / "search.yaml"
 LISTED = values_of([
