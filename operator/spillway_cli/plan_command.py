@@ -64,8 +64,8 @@ def plan(file: Path, node: str | None, budgets: BudgetOverrides, num_ranks: int 
         rates = "run `spillway calibrate`" if own.spec is None else rates_sentence(own.spec)
         message_console().print(f"this machine: {own.sentence}")
     else:
-        given = {"device": budgets.device, "host": budgets.host, "nvme": budgets.nvme}
-        overrides = Overrides(*(text and quantity(tier, text) for tier, text in given.items()), shape=shape)
+        device, host, nvme = (_bytes(tier, getattr(budgets, tier)) for tier in ("device", "host", "nvme"))
+        overrides = Overrides(device, host, nvme, shape=shape)
         named = named_node(node)
         with status_if_slow(SEARCHING):
             rates, decided = named.rates, make_plan(job, named.node, overrides)
@@ -74,6 +74,10 @@ def plan(file: Path, node: str | None, budgets: BudgetOverrides, num_ranks: int 
     else:
         show(result_console(), decided, rates, values_of(job.spec.members))
     return int(exit_code(decided))
+
+
+def _bytes(tier: str, text: str | None) -> int | None:
+    return None if text is None else quantity(tier, text)
 
 
 def exit_code(decided: MemoryPlan | Infeasible) -> ExitCode:
