@@ -128,7 +128,7 @@ def test_host_memory_and_nvme_take_turns_after_a_few_watched_steps() -> None:
     assert sum(a is not b for a, b in pairwise(choice.answers)) > 3  # the plan's: once
     assert run.told[0].tier_bytes == {Tier.HOST: 6 * NBYTES, Tier.NVME: 6 * NBYTES}
     assert run.held[0] == run.held[-1] == {Tier.DEVICE: 0, Tier.HOST: 6 * NBYTES, Tier.NVME: 6 * NBYTES}
-    assert "6 storages to host memory" in run.told[0].reason
+    assert "6 tensors to host memory" in run.told[0].reason
 
 
 def test_what_was_watched_is_when_forward_saves_and_when_backward_comes() -> None:

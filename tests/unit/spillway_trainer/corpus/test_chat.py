@@ -40,7 +40,7 @@ def ours(root: Path, family: str, template: str | None, lines: list[Any], **opti
     """Tokens and mask of each line."""
     directory = model_directory(root / "model", family, template, **options)
     source = text_source(write_lines(root / "chats.jsonl", lines), "spec.data.chat")
-    given = given_tokenizer(directory)
+    given = given_tokenizer(directory, VOCABULARY)
     encoder = ChatEncoder(ChatTemplate.of(directory), given.file, given.end_of_text)
     documents = [tokens.tolist() for tokens in encoder.encoded(source, "<u2", silent)]
     mask = np.unpackbits(encoder.take_mask(sum(map(len, documents)))).tolist()

@@ -69,8 +69,8 @@ def test_log_names_each_bad_extent_once_and_the_retired_device_once() -> None:
     for index, extent in enumerate(extents):
         setup.slab.write_batch([(extent.at(0), pattern(PAGE, index), f"block{index}")])
     assert [line for line in setup.said if "offset" in line] == [
-        f"spill: /spill0: write of block{index} at offset {index * PAGE}: Input/output error (errno 5). Its bytes stay "
-        "in host memory, and that part of the file is not used again"
+        f"spill: /spill0: write of block{index} at offset {index * PAGE}: Input/output error (errno 5). The bytes of "
+        "this write stay in host memory, and its place in the file is not used again"
         for index in range(3)
     ]
     assert setup.said[3:] == ["spill: /spill0 is not written to any more; its contents can still be read"]
