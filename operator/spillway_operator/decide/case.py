@@ -15,6 +15,7 @@ from . import conditions as c
 from .acceptance import given
 from .attempt_end import Cause
 from .conditions import Finding
+from .manifests import attempt_name
 from .observed import AttemptObject, Observed
 
 NO_REPORT_SECONDS = 300.0
@@ -42,6 +43,11 @@ class Case:
     @property
     def attempts(self) -> Attempts:
         return self.status.attempts or Attempts()
+
+    @property
+    def attempt_name(self) -> str:
+        """The newest attempt's Job and ConfigMap."""
+        return attempt_name(self.observed.job.name, self.attempts.total)
 
     @property
     def wants_suspension(self) -> bool:

@@ -44,7 +44,7 @@ from spillway.placement import place as placement
 from spillway.units import counted, format_seconds
 
 from . import conditions as c
-from . import gangs, manifests
+from . import gangs
 from .acceptance import Refusal, accept, changed_fields, given
 from .answer import NOT_SUSPENDED, PATIENCE_SECONDS, give_up, none_lives, patience, write
 from .attempt_end import Cause, cause_of_end, completed_rank, saved_step, where_is
@@ -259,11 +259,7 @@ def _queued(case: Case, attempt: AttemptObject) -> Desired:
 def _evicted(case: Case) -> str:
     if given(case.spec, "scheduling.queueName"):
         return "Kueue evicted the attempt"
-    return f"another client suspended Job {_job_name(case)}"
-
-
-def _job_name(case: Case) -> str:
-    return manifests.attempt_name(case.observed.job.name, case.attempts.total)
+    return f"another client suspended Job {case.attempt_name}"
 
 
 def _not_ready(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 - one line per case
@@ -403,12 +399,12 @@ def _vanished(case: Case) -> Desired:
         return write(case, look_again=PATIENCE_SECONDS)
     if case.reason(c.QUOTA_RESERVED) == c.EVICTED_BY_QUEUE:
         return _ended(case, Cause(ExitCode.PREEMPTED.reason, _evicted(case)))
-    return _ended(case, Cause(JOB_DELETED, f"Job {_job_name(case)} was deleted"))
+    return _ended(case, Cause(JOB_DELETED, f"Job {case.attempt_name} was deleted"))
 
 
 def _job_gone(case: Case) -> Finding:
     """The finding after a deletion with --cascade=orphan: nothing else will end these pods."""
-    gone = _job_name(case)
+    gone = case.attempt_name
     delete = f"kubectl delete pod -n {case.observed.job.namespace} -l batch.kubernetes.io/job-name={gone}"
     return false(c.RUNNING, c.JOB_GONE, f"Job {gone} was deleted, but its pods still run: {delete}")
 
@@ -464,7 +460,7 @@ def _replanned(case: Case, cause: Cause) -> Desired:
         tried = f"{counted(tries, 'other plan')} ran out of memory, too (see status.escalations)"
         return _give_up(case, cause, f"; {tried}{more}")
     if memory_failure(case, case.attempts.total, cause.reason) is None:
-        unread = f"ConfigMap {_job_name(case)}, which has this attempt's plan, is missing or of another version"
+        unread = f"ConfigMap {case.attempt_name}, which has this attempt's plan, is missing or of another version"
         return _give_up(case, cause, f"{more}; no other plan is tried, because {unread}")
     message = f"attempt {case.attempts.total} ended: {cause.message}"
     return _between_attempts(replace(case, because=message).found(*none_lives(c.RESTARTING, message)))

@@ -255,8 +255,8 @@ def durability(case: Case) -> Finding:
 
 def waits_for_quota(case: Case) -> tuple[Finding, ...]:
     queue = given(case.spec, "scheduling.queueName")
-    job, name = case.observed.job, manifests.attempt_name(case.observed.job.name, case.attempts.total)
-    resume = f"kubectl patch job {name} -n {job.namespace} -p " + """'{"spec":{"suspend":false}}'"""
+    name = case.attempt_name
+    resume = f"kubectl patch job {name} -n {case.observed.job.namespace} -p " + """'{"spec":{"suspend":false}}'"""
     by_hand = f"Job {name} has spec.suspend: true, which Spillway did not set; to resume it: {resume}"
     why = f"waiting for quota in the queue {queue}" if queue else by_hand
     said = case.observed.queue_says

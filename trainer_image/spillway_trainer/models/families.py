@@ -316,6 +316,7 @@ def stored_as(
     conversions = get_model_conversion_mapping(chain.model)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     parameters = {stored_name(name): name for name, _ in chain.named_parameters()}
     known = dict.fromkeys([*parameters, *renamed], True)
     found: dict[str, str | None] = {}
@@ -328,18 +329,15 @@ def stored_as(
         elif parameter is not None:
             found[name] = chain.tied.get(parameter, parameter)
             if pattern is not None and name != full:
+                if len(by_pattern[pattern].target_patterns) > 1:
+                    raise UserError(
+                        f"{type(chain.model).__name__}: the weight files store several parameters in one tensor "
+                        f"({name}), which Spillway does not split; load them in an entry point that declares a Chain "
+                        "(docs/models.md, Entry points)"
+                    )
                 patterns.setdefault(parameter, {})[name] = pattern
         else:
             found[name] = None if UNUSED.search(full) else full
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    for of in patterns.values():
-        for name, pattern in of.items():
-            if len(by_pattern[pattern].target_patterns) > 1:
-                raise UserError(
-                    f"{type(chain.model).__name__}: the weight files store several parameters in one tensor ({name}), "
-                    "which Spillway does not split; load them in an entry point that declares a Chain (docs/models.md, "
-                    "Entry points)"
-                )
     return found, {name: partial(_merged, stored_name(name), by_pattern, of) for name, of in patterns.items()}
 
 
