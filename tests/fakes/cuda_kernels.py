@@ -143,8 +143,13 @@ def make_storage(
     otherwise, it would report races between accesses of the memory's earlier owner and the new one."""
     made: torch.UntypedStorage = _new_storage(kind, *args, **options)
     if made.is_cuda and made.nbytes():
-        fake().fake_cuda_born(current_stream(), made.data_ptr(), made.nbytes(), label.encode())
+        tell_of_memory(current_stream(), made.data_ptr(), made.nbytes(), label)
     return made
+
+
+def tell_of_memory(stream: int, address: int, nbytes: int, label: str) -> None:
+    """Tells the judge that this memory is handed out, to be used in order with `stream`."""
+    fake().fake_cuda_born(stream, address, nbytes, label.encode())
 
 
 _resize_storage = torch.UntypedStorage.resize_
@@ -154,7 +159,7 @@ def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> Any:
     """Replaces torch's method, by which FSDP2 takes and frees the memory of whole parameters."""
     found = _resize_storage(storage, nbytes)
     if storage.is_cuda and nbytes:
-        fake().fake_cuda_born(current_stream(), storage.data_ptr(), nbytes, b"a resized storage")
+        tell_of_memory(current_stream(), storage.data_ptr(), nbytes, "a resized storage")
     return found
 
 
@@ -178,7 +183,7 @@ def judge_host_memory() -> None:
     def judged(slab: HostSlab, nbytes: int, label: str) -> Tensor | None:
         found = allocate_now(slab, nbytes, label)
         if found is not None and nbytes:
-            fake().fake_cuda_born(current_stream(), found.data_ptr(), nbytes, label.encode())
+            tell_of_memory(current_stream(), found.data_ptr(), nbytes, label)
         return found
 
     HostSlab.allocate_now = judged  # type: ignore[method-assign]
