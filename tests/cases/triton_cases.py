@@ -12,14 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from harness.depth import sweep
 from spillway.update_rules import UpdateRule
 from spillway_trainer.kernels import dispatch as kernels
 from spillway_trainer.kernels import master_halves, reference, triton_kernels
 from spillway_trainer.kernels.reference import UpdateScalars
 
-SIZES = [1, 3, triton_kernels.BLOCK - 1, triton_kernels.BLOCK, triton_kernels.BLOCK + 1, 20_003]
-FEW_SIZES = [3, triton_kernels.BLOCK + 1]
-"""sizes at which the slow interpreter checks all update rules and moment types; a GPU checks them at all sizes"""
+SIZES = [1, 3, triton_kernels.BLOCK - 1, triton_kernels.BLOCK, triton_kernels.BLOCK + 1, 5_003]
 GRADIENT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
 OUT_TYPES = [torch.float32, torch.bfloat16, torch.float16, None]
 MOMENT_TYPES = [torch.float32, torch.bfloat16, torch.uint8]
@@ -172,15 +171,12 @@ def check_rounding(device: str) -> None:
 
 
 def check_everything(device: str) -> None:
+    updates = sweep(UpdateRule, SIZES, GRADIENT_TYPES, OUT_TYPES, MOMENT_TYPES)
+    for rule, n, gradient_type, out_type, moment_type in updates:
+        check_update(device, rule, n, gradient_type, out_type, n % 2, 2, moment_type)
+    for rule, n, moment_type in sweep(UpdateRule, SIZES, MOMENT_TYPES):
+        check_update_split(device, rule, n, n % 2, moment_type)
     for n, gradient_type in itertools.product(SIZES, GRADIENT_TYPES):
-        rules = UpdateRule if n in FEW_SIZES else (UpdateRule.ADAMW,)
-        for rule, out_type in itertools.product(rules, OUT_TYPES):
-            if rule is not UpdateRule.ADAMW and torch.float16 in (gradient_type, out_type):
-                continue  # types are loaded and stored by the same code for every rule
-            for moment_type in MOMENT_TYPES if n in FEW_SIZES else MOMENT_TYPES[:1]:
-                check_update(device, rule, n, gradient_type, out_type, n % 2, 2, moment_type)
-        for rule, moment_type in itertools.product(rules, MOMENT_TYPES) if gradient_type == torch.float32 else ():
-            check_update_split(device, rule, n, n % 2, moment_type)
         check_accumulate(device, n, gradient_type, offset=n % 2)
         check_square_sum(device, n, gradient_type, offset=n % 2)
     assert not triton_kernels.square_sum(torch.empty(0, device=device)).any()

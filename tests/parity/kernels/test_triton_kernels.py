@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from harness.places import TESTS
+from harness.places import IMPORTABLE, TESTS
 from spillway_trainer.kernels import triton_kernels
 
 CASES = TESTS / "cases" / "triton_cases.py"
@@ -21,7 +21,7 @@ CASES = TESTS / "cases" / "triton_cases.py"
 
 @pytest.mark.ci
 def test_the_interpreter_gives_the_bits_of_the_reference() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, **IMPORTABLE, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     ended = subprocess.run([sys.executable, CASES], env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout.strip()) == (0, "the bits of the reference"), ended.stderr
 
