@@ -33,6 +33,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
+    world_size: int
     ranks: str
     """MemoryPlan.ranks; bytes are those of one rank."""
     num_steps: int
@@ -70,7 +71,7 @@ class RunSummary:
 
     def as_json(self) -> dict[str, object]:
         return {
-            "ranks": self.ranks,
+            "ranks": self.world_size,
             "steps": self.num_steps,
             "firstLoss": finite(self.first_loss),
             "finalLoss": finite(self.final_loss),
@@ -106,6 +107,7 @@ def summarize(log: RunLog, plan: MemoryPlan, measured: Sequence[StepEvent]) -> R
     times = [event.time for event in events]
     evaluations = sorted(log.evaluations)
     return RunSummary(
+        world_size=plan.world_size,
         ranks=plan.ranks,
         num_steps=len(steps),
         first_loss=steps[0].metrics.loss if steps else None,

@@ -257,7 +257,7 @@ def summary_table(job: TrainingJob, summary: RunSummary, steps_planned: int) -> 
     """The summary as a table. `steps_planned`: of all members of a sweep together; 0: unknown."""
     shown = table("", job.metadata.name)
     shown.add_row("steps", f"{summary.num_steps} of {steps_planned or 'an unknown number'}")
-    if summary.ranks != "1 rank":
+    if summary.world_size > 1:
         shown.add_row("ranks", f"{summary.ranks}; peaks are those of rank 0")
     if summary.num_steps == 0:
         return shown  # without a step there are no other figures
