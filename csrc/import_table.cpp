@@ -22,7 +22,7 @@ constexpr uint32_t kSlot = R_AARCH64_JUMP_SLOT, kData = R_AARCH64_GLOB_DAT;
 struct Wanted {
   const char *library, *name;
   void* function;
-  int changed, refused;
+  int changed, rejected;
 };
 
 struct Table {
@@ -70,7 +70,7 @@ void change(const dl_phdr_info& info, const ElfW(Dyn) * dynamic, Wanted& wanted)
       if (kind != kSlot && kind != kData) continue;
       if (std::strcmp(names + symbols[ELF64_R_SYM(entry.r_info)].st_name, wanted.name) != 0) continue;
       auto** slot = reinterpret_cast<void**>(info.dlpi_addr + entry.r_offset);
-      ++(store(slot, wanted.function, is_relro(info, slot)) ? wanted.changed : wanted.refused);
+      ++(store(slot, wanted.function, is_relro(info, slot)) ? wanted.changed : wanted.rejected);
     }
   }
 }
@@ -93,7 +93,7 @@ int visit(dl_phdr_info* info, size_t, void* context) {
 int redirect_import(const char* library, const char* name, void* function) {
   Wanted wanted{library, name, function, 0, 0};
   dl_iterate_phdr(visit, &wanted);
-  return wanted.refused > 0 ? 0 : wanted.changed;
+  return wanted.rejected > 0 ? 0 : wanted.changed;
 }
 
 }  // namespace spillway

@@ -9,7 +9,7 @@
 namespace spillway {
 namespace {
 
-// A transfer resumes at a whole sector: O_DIRECT refuses other offsets, and a device's short transfers end at one.
+// A transfer resumes at a whole sector: O_DIRECT rejects other offsets, and a device's short transfers end at one.
 constexpr uint64_t kSectorBytes = 512;
 
 // Consecutive calls that move nothing (EINTR, EAGAIN, less than a sector) after which a transfer fails.

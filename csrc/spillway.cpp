@@ -128,13 +128,13 @@ const char* spillway_strerror(int32_t error) {
     case SPILLWAY_NO_MEMORY:
       return "the system has no memory left for the library's own bookkeeping";
     case SPILLWAY_IO_FAILED:
-      return "the operating system refused to read or write";
+      return "the operating system rejected the read or write";
     case SPILLWAY_END_OF_FILE:
       return "the file ended before all bytes were read";
     case SPILLWAY_CHECKSUM_MISMATCH:
       return "the bytes read are not the bytes that were written: their CRC-32C differs";
     case SPILLWAY_NO_RANDOM_BYTES:
-      return "the system gives no random bytes for a key: getrandom(2) is refused";
+      return "the system gives no random bytes for a key: getrandom(2) is rejected";
     default:
       return "an error code that this library does not define";
   }

@@ -20,7 +20,7 @@ TensorPool::TensorPool(uint64_t capacity_bytes, uint64_t slack_bytes) : slack_(s
   reservation_ = found;
   capacity_ = capacity;
   base_ = reinterpret_cast<unsigned char*>(round_up(reinterpret_cast<uintptr_t>(found), kHugePage));
-  madvise(base_, capacity_, MADV_HUGEPAGE);  // if the kernel has no huge pages, it refuses: small pages
+  madvise(base_, capacity_, MADV_HUGEPAGE);  // if the kernel has no huge pages, it rejects: small pages
   resident_.resize(capacity_ / kHugePage);
   free_.emplace(0, capacity_);
 }

@@ -1,6 +1,6 @@
 -- Argo CD's health of a TrainingJob: resource.customizations.health.spillway.dev_TrainingJob in argocd-cm.
 --
---   Degraded     the job failed, or its spec is refused
+--   Degraded     the job failed, or its spec is rejected
 --   Suspended    spec.suspend has taken effect
 --   Healthy      it trains, or it is complete
 --   Progressing  something is waited for; the message says what

@@ -33,7 +33,7 @@ atexit.register(shutil.rmtree, STATE, ignore_errors=True)
 # Neither must a GPU of this machine, which `device: Auto` would choose; tests/gpu and the fake make theirs visible.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-# Spilling to a file system in memory is refused, so tests use a disk if /tmp is in memory.
+# Spilling to a file system in memory is rejected, so tests use a disk if /tmp is in memory.
 if memory_kind(Path(tempfile.gettempdir())):
     ON_DISK = ROOT / "build" / "tmp"
     ON_DISK.mkdir(parents=True, exist_ok=True)

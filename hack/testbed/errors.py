@@ -12,7 +12,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     UNAVAILABLE = 3
     """this machine cannot run the test bed: not Linux, not root, a package or a binary cannot be had"""
-    REFUSED = 4
+    REJECTED = 4
     """this machine runs a kubelet, a bridge or an address range that the test bed did not make"""
 
 
@@ -30,5 +30,5 @@ class Unavailable(BedError):
     exit_code = ExitCode.UNAVAILABLE
 
 
-class Refused(BedError):
-    exit_code = ExitCode.REFUSED
+class Rejected(BedError):
+    exit_code = ExitCode.REJECTED

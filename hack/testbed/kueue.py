@@ -1,7 +1,7 @@
 """Kueue: its manager as a process of the bed, its kinds, rights and webhooks from the module's own files.
 
 Of its integrations only batch/v1 Jobs: what the operator makes. Nothing but a Job with the label
-kueue.x-k8s.io/queue-name is touched, nor refused while Kueue is away. It is 0.18, because Kueue 0.19 needs a module of
+kueue.x-k8s.io/queue-name is touched, nor rejected while Kueue is away. It is 0.18, because Kueue 0.19 needs a module of
 which Go's checksum database has no sum.
 """
 

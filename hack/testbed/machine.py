@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from ipaddress import ip_network
 from pathlib import Path
 
-from .errors import Failed, Refused, Unavailable
+from .errors import Failed, Rejected, Unavailable
 from .layout import ADDRESS, BRIDGE, POD_RANGE, SECOND_NODE, SERVICE_RANGE, State
 from .processes import boot_id, kill, run, start_ticks_of, wait_until
 
@@ -72,7 +72,7 @@ class Before:
 
 
 def check(state: State) -> None:
-    """Raise Unavailable or Refused when the test bed must not start here. A running bed of ours passes."""
+    """Raise Unavailable or Rejected when the test bed must not start here. A running bed of ours passes."""
     if platform.system() != "Linux":
         raise Unavailable(
             f"the test bed needs Linux; this is {platform.system()}. docs/test-bed.md tells how to use kind"
@@ -86,15 +86,15 @@ def check(state: State) -> None:
         with suppress(OSError):
             ended = start_ticks_of(int(path.parent.name)) is None  # and not yet reaped: ours, from a moment ago
             if path.read_text(encoding="utf-8").strip() == "kubelet" and not ended:
-                raise Refused(f"process {path.parent.name} is a kubelet that this test bed did not start: {advice}")
+                raise Rejected(f"process {path.parent.name} is a kubelet that this test bed did not start: {advice}")
     if Path(f"/sys/class/net/{BRIDGE}").exists():
-        raise Refused(f"network link {BRIDGE} exists: {advice}")
+        raise Rejected(f"network link {BRIDGE} exists: {advice}")
     if pod_cgroups(*PODS):
-        raise Refused(f"cgroup {pod_cgroups(*PODS)[0]} exists: {advice}")
+        raise Rejected(f"cgroup {pod_cgroups(*PODS)[0]} exists: {advice}")
     for words in map(str.split, run(["ip", "-4", "route", "show", "table", "all"]).splitlines()):
         with suppress(ValueError):  # a type of route, or `default`
             if any(ip_network(words[0]).overlaps(ip_network(ours)) for ours in (POD_RANGE, SERVICE_RANGE)):
-                raise Refused(f"a route to {words[0]} exists, which the test bed would take: {advice}")
+                raise Rejected(f"a route to {words[0]} exists, which the test bed would take: {advice}")
 
 
 def record(state: State) -> None:

@@ -442,7 +442,7 @@ def main() -> None:
     except BrokenPipeError:
         leave_reader(sys.stdout)
     except OSError as error:
-        code = refused_by_the_system(error, wants_json(sys.argv[1:]))
+        code = rejected_by_the_system(error, wants_json(sys.argv[1:]))
     interrupts.finish()
     sys.exit(code)
 
@@ -460,7 +460,7 @@ def prepare_streams() -> None:
 def run_app(arguments: list[str]) -> int:
     as_json = wants_json(arguments)
     try:
-        refuse_empty_words(arguments)
+        reject_empty_words(arguments)
         return int(app(arguments, prog_name="spillway", standalone_mode=not as_json))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else UNEXPECTED
@@ -470,7 +470,7 @@ def run_app(arguments: list[str]) -> int:
         say_expected(expected, as_json)
         return expected.exit_code
     except OSError as error:
-        return refused_by_the_system(error, as_json)
+        return rejected_by_the_system(error, as_json)
     except Exception as error:
         if getattr(error, "exit_code", None) == CLICK_USAGE_ERROR and hasattr(error, "format_message"):
             say_expected(
@@ -481,19 +481,19 @@ def run_app(arguments: list[str]) -> int:
         return UNEXPECTED
 
 
-def refused_by_the_system(error: OSError, as_json: bool) -> int:
+def rejected_by_the_system(error: OSError, as_json: bool) -> int:
     if isinstance(error, BrokenPipeError):  # the reader has closed its end (`| head`)
         leave_reader(sys.stdout)
         return ExitCode.COMPLETED
-    refusal = UserError(f"{error.filename or 'the result'}: {error.strerror}; check the disk and its permissions")
+    rejection = UserError(f"{error.filename or 'the result'}: {error.strerror}; check the disk and its permissions")
     with contextlib.suppress(OSError):  # the error may be that stdout cannot be written
-        say_expected(refusal, as_json)
+        say_expected(rejection, as_json)
     if error.filename is None:
         leave_reader(sys.stdout)  # else Python would try to write the rest at exit
-    return refusal.exit_code
+    return rejection.exit_code
 
 
-def refuse_empty_words(arguments: list[str]) -> None:
+def reject_empty_words(arguments: list[str]) -> None:
     """Rejects empty words: `--output "$UNSET"` would mean the current directory."""
     for before, word in pairwise(["", *arguments]):
         if not word or (word.startswith("--") and word.endswith("=")):

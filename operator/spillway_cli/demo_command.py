@@ -146,15 +146,15 @@ def train(job: TrainingJob, path: Path, corpus: Path, console: Console, kill: bo
     def planned(asked: TrainingJob, corrections: Corrections) -> MemoryPlan | Infeasible:
         return decided_for_this_machine(asked, resources, corrections=corrections)
 
-    def refuse(taken: MemoryPlan) -> None:
-        local_run.refuse_spill_in_memory(directory.path, taken, "name one on a disk")
+    def reject(taken: MemoryPlan) -> None:
+        local_run.reject_spill_in_memory(directory.path, taken, "name one on a disk")
 
-    refuse(plan)
+    reject(plan)
     local = LocalJob(job, {}, corpus, (directory.path,))
     files = local_run.local_files(directory, local, plan, min(resources.cores, MOST_THREADS), earlier=None)
     reporter = KillOnce if kill else ProgressReporter
     with exclusive(directory) as lock, reporter(console, job.spec.training.num_steps, plan.budget) as progress:
-        attempts = local_run.train(LocalLadder(files, planned, refuse), progress, lock, max_restarts=1)
+        attempts = local_run.train(LocalLadder(files, planned, reject), progress, lock, max_restarts=1)
     last = attempts[-1]
     if last.exit_code != ExitCode.COMPLETED:
         log = directory.attempt(last.epoch) / "trainer.log"

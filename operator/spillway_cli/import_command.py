@@ -52,7 +52,7 @@ def import_checkpoint(options: ImportOptions) -> int:
     source = str(options.job)
     job = with_budget(load_job(options.job), options.budget)
     claims = local_run.parse_claims(options.claims)
-    local_run.refuse_wrong_fields(job, claims, source)
+    local_run.reject_wrong_fields(job, claims, source)
     need_for(job.spec, options.num_ranks)
     if not is_text(options.output):
         raise UserError(f"--output {options.output}: the path is not valid UTF-8; name another directory")

@@ -20,7 +20,7 @@ from spillway.plan import Infeasible, MemoryPlan, Prediction, Tier, Turns
 from spillway.planning.explain import TOO_MANY_WRITES, endurance
 from spillway.planning.planner import Overrides, make_plan
 from spillway.units import counted, format_bytes, format_rough_seconds
-from spillway_operator.decide.acceptance import refusal
+from spillway_operator.decide.acceptance import rejection
 
 from .console import message_console, print_result, result_console, status_if_slow, table
 from .machine.local_node import probe
@@ -46,12 +46,12 @@ def plan(file: Path, node: str | None, budgets: BudgetOverrides, num_ranks: int 
     """
     job = load_job(file)
     if node is None:
-        local_run.refuse_wrong_fields(job, None, str(file))
+        local_run.reject_wrong_fields(job, None, str(file))
     elif num_ranks is not None:
         raise UserError("--ranks: with --node, spec.parallelism says how many ranks there are; leave --ranks out")
     shape = inspected_shape(file, job, {})
-    if node is not None and job.spec.managed_by == MANAGER and (refused := refusal(job)) is not None:
-        for problem in refused.problems:
+    if node is not None and job.spec.managed_by == MANAGER and (rejected := rejection(job)) is not None:
+        for problem in rejected.problems:
             message_console().print(f"planned, but a cluster would reject it: {problem}", markup=False)
     if node is None:
         resources = probe(Path())

@@ -135,7 +135,7 @@ class Observer:
                 cluster=self._cluster.view(job),
                 contracts=contracts,
                 pods=pods,
-                pods_refusal=await self._pods_refusal(job, attempts, pods),
+                pods_rejection=await self._pods_rejection(job, attempts, pods),
                 claims=await self._claims(job) if "claims" in needs else None,
                 inspection=await self._inspection(job) if "inspection" in needs else None,
                 hearing_seconds=None if self._progress is None else self._progress.hearing_seconds(),
@@ -225,7 +225,7 @@ class Observer:
             return ""
         return max(found.items, default=("", ""))[1]
 
-    async def _pods_refusal(
+    async def _pods_rejection(
         self, job: JobObject, attempts: tuple[AttemptObject, ...], pods: tuple[PodObject, ...] | None
     ) -> str:
         """Why the API server rejected missing pods, from the Job controller's events; "" if no pod is missing, there is

@@ -111,7 +111,7 @@ class Worker:
             seconds = self._queue.retry(key, unanswered=True)
             logger.warning("%s; retry in %.1f s", error, seconds, extra=about(key))
         except ApiError as error:
-            result = "refused" if isinstance(error, RequestRejected) else "raced"
+            result = "rejected" if isinstance(error, RequestRejected) else "raced"
             logger.warning("%s; retry in %.1f s", error, self._queue.retry(key), extra=about(key))
         except Exception:
             result = "failed"
@@ -150,7 +150,7 @@ class Worker:
 
     def _answered(self, observed: Observed, applied: Applied) -> Observed:
         """`observed` with the last round's errors and the report that may be written."""
-        answered = replace(observed, conflict=applied.conflict, refusal=applied.refusal)
+        answered = replace(observed, conflict=applied.conflict, rejection=applied.rejection)
         key, uid = observed.job.key, observed.job.uid
         # The newest report of an ended attempt is its last: it need not wait for its turn.
         lives = any(attempt.owner_uid == uid and not attempt.outcome for attempt in observed.attempts)
@@ -185,7 +185,7 @@ class Worker:
         await self._applier.delete(job, desired.deletes)
         if desired.status is not None:
             await self._write_status(observed, desired)
-        return Round(applied=Applied(observed.conflict, observed.refusal))
+        return Round(applied=Applied(observed.conflict, observed.rejection))
 
     async def _write_status(self, observed: Observed, desired: Desired) -> None:
         """Writes the status, including the newest report even if it was not due."""

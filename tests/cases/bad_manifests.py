@@ -1,11 +1,11 @@
-"""Bad manifests written by hand (fixtures/bad_manifests): each is the good job with one mistake, and its refusal.
+"""Bad manifests written by hand (fixtures/bad_manifests): each is the good job with one mistake, and its rejection.
 
 at, write     the field, and what a user writes there, as YAML; `remove: true` removes the field
 with          other fields that are set, so that no other rule is violated
-path, given   the path in the refusal, and the value that it shows; default: `at`, and what was written
+path, given   the path in the rejection, and the value that it shows; default: `at`, and what was written
 allowed       what is allowed instead, in Spillway's words
 server        the same in the API server's words, if EQUIVALENT does not give them
-by            `condition`: the API server accepts it, and the operator refuses; default: the API server refuses
+by            `condition`: the API server accepts it, and the operator rejects; default: the API server rejects
 suspended     spec.suspend of the existing job that is changed, for mistakes that are changes
 claims        PersistentVolumeClaims that exist, with their access modes
 """
@@ -62,7 +62,7 @@ class Mistake:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The texts that Spillway's refusal must contain."""
+        """The texts that Spillway's rejection must contain."""
         return tuple(word for word in (self.path, self.given, self.allowed) if word)
 
 
@@ -172,7 +172,7 @@ def said_by_the_server(mistake: Mistake, message: str, sentence: str) -> list[st
     own message.
 
     For a value of a wrong type, the API server shows only the type. For a field that it does not know, or that a rule
-    of the object above refuses, it shows only the path.
+    of the object above rejects, it shows only the path.
     """
     if is_unknown_field(message):
         return [] if mistake.path in message else [mistake.path]
@@ -185,7 +185,7 @@ def said_by_the_server(mistake: Mistake, message: str, sentence: str) -> list[st
 
 
 def is_unknown_field(message: str) -> bool:
-    """Whether the API server refused a manifest while decoding it. It then names every field that the schema does not
+    """Whether the API server rejected a manifest while decoding it. It then names every field that the schema does not
     have, and suggests none."""
     return "strict decoding error: unknown field" in message
 
@@ -208,7 +208,7 @@ def _says_what_is_allowed(mistake: Mistake, message: str, sentence: str) -> bool
 # --- what the operator says -------------------------------------------------------------------------------------------
 
 
-def refusal_in_cluster(mistake: Mistake, spec: dict[str, Any]) -> str:
+def rejection_in_cluster(mistake: Mistake, spec: dict[str, Any]) -> str:
     """Reason and message of the condition that keeps a job with this spec from starting; empty if there is none. The
     cluster has the mistake's claims, and its nodes cannot be read."""
     claims = tuple(
@@ -217,10 +217,10 @@ def refusal_in_cluster(mistake: Mistake, spec: dict[str, Any]) -> str:
     )
     desired = reconcile(observed_spec(spec, claims=claims), NOW)
     conditions = {found["type"]: found for found in (desired.status or {}).get("conditions", ())}
-    refused = [
+    rejected = [
         found for type_ in ("Accepted", "Planned") if (found := conditions.get(type_, {})).get("status") == "False"
     ]
-    return f"{refused[0]['reason']}: {refused[0]['message']}" if refused else ""
+    return f"{rejected[0]['reason']}: {rejected[0]['message']}" if rejected else ""
 
 
 def claims_of(spec: dict[str, Any]) -> set[str]:

@@ -1,7 +1,7 @@
 """Manifests for every constraint of the CRDs, generated from the schema, by path.
 
 A constraint is one bound, enum, format, required field, list key or CEL rule of one field. For each there is a manifest
-at its edge that must be accepted, and one just beyond it that must be refused with a message that names the field, the
+at its edge that must be accepted, and one just beyond it that must be rejected with a message that names the field, the
 value (where the API server shows it) and what is allowed.
 """
 
@@ -70,7 +70,7 @@ class Case:
     accepted: bool
     manifest: Document
     words: tuple[str, ...] = ()
-    """texts that the refusal must contain"""
+    """texts that the rejection must contain"""
     stored: Document | None = None
     """the stored object that the manifest replaces, for rules about changes"""
 
@@ -79,7 +79,7 @@ class Case:
         return self.constraint.path.startswith("status")
 
     def __str__(self) -> str:
-        answer = "accepted" if self.accepted else "refused"
+        answer = "accepted" if self.accepted else "rejected"
         return f"{self.constraint.kind} {self.constraint.path or 'metadata'} {self.constraint.name}: {answer}"
 
 
@@ -338,7 +338,7 @@ class Edge:
 
 
 def edge(schema: Schema, keyword: str) -> Edge:
-    """The edge at which a keyword of the schema begins to refuse, and the API server's words for the refusal."""
+    """The edge at which a keyword of the schema begins to reject, and the API server's words for the rejection."""
     bound: Any = schema.get(keyword)
     match keyword:
         case "enum":
@@ -416,7 +416,7 @@ class RuleCase:
     words: tuple[str, ...]
     stored: Changes | None = None
     stored_outside: Changes | None = None
-    """the object that the refused manifest changes, if it is another one"""
+    """the object that the rejected manifest changes, if it is another one"""
 
 
 def _never_changes(path: str, field: str, value: Any) -> RuleCase:

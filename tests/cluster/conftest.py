@@ -25,7 +25,7 @@ from testbed.layout import cache, state
 from testbed.machine import PODS, SYSCTLS
 
 HACK = ROOT / "hack"
-CANNOT = (ExitCode.UNAVAILABLE, ExitCode.REFUSED)
+CANNOT = (ExitCode.UNAVAILABLE, ExitCode.REJECTED)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The hand-written bad manifests on the real API server: refused by admission, or accepted and refused by the
+"""The hand-written bad manifests on the real API server: rejected by admission, or accepted and rejected by the
 operator."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cases.bad_manifests import (
     all_mistakes,
     as_kubectl_sends_it,
     is_unknown_field,
-    refusal_in_cluster,
+    rejection_in_cluster,
     said_by_the_server,
     stored,
 )
@@ -30,7 +30,7 @@ from spillway.errors import InvalidJob
 
 FEWEST = 300
 SAMPLED = 8
-"""one in so many refusals by condition is also tried with the real operator"""
+"""one in so many rejections by condition is also tried with the real operator"""
 CONDITION_SECONDS = 60.0
 
 
@@ -87,7 +87,7 @@ def disappointments(mistake: Mistake, jobs: Jobs, tally: Counter[str]) -> Iterat
     if accepted != mistake.by_condition:
         yield f"{mistake}: {'accepted by the API server' if accepted else message[:300]}"
     elif accepted:
-        said = refusal_in_cluster(mistake, answer["spec"])
+        said = rejection_in_cluster(mistake, answer["spec"])
         lacks = [word for word in mistake.words if word not in said]
         tally["by condition"] += not lacks
         if lacks:
@@ -99,14 +99,14 @@ def disappointments(mistake: Mistake, jobs: Jobs, tally: Counter[str]) -> Iterat
             yield f"{mistake}: the API server's message lacks {lacks}: {message[:300]}"
 
 
-def test_every_bad_manifest_is_refused_with_path_value_and_what_is_allowed(
+def test_every_bad_manifest_is_rejected_with_path_value_and_what_is_allowed(
     jobs: Jobs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tally: Counter[str] = Counter()
     found = all_mistakes()
     wrong = [sentence for mistake in found for sentence in disappointments(mistake, jobs, tally)]
     with capsys.disabled():
-        print(f"\nbad manifests: {tally.total()} of {len(found)} refused in full ({dict(tally)})")
+        print(f"\nbad manifests: {tally.total()} of {len(found)} rejected in full ({dict(tally)})")
     assert wrong == [], "\n".join(wrong)
     assert tally.total() == len(found) >= FEWEST
 
@@ -118,10 +118,10 @@ def test_the_operator_says_in_the_status_what_the_table_says(spillway: Installed
     for number, mistake in enumerate(sampled):
         spillway.create(named(as_kubectl_sends_it(mistake.text), f"bad-{number}", namespace))
     for number, mistake in enumerate(sampled):
-        found = spillway.until(is_refused, namespace, f"bad-{number}", CONDITION_SECONDS)
-        said = json.dumps([condition["message"] for condition in refusals(found)], ensure_ascii=False)
+        found = spillway.until(is_rejected, namespace, f"bad-{number}", CONDITION_SECONDS)
+        said = json.dumps([condition["message"] for condition in rejections(found)], ensure_ascii=False)
         assert all(word in said.replace('\\"', '"') for word in mistake.words), (str(mistake), said)
-        assert found["status"]["state"] in ("Refused", "Pending")
+        assert found["status"]["state"] in ("Rejected", "Pending")
     assert spillway.bed.get("jobs", "-n", namespace)["items"] == []
 
 
@@ -129,7 +129,7 @@ def named(job: Document, name: str, namespace: str) -> Document:
     return {**job, "metadata": {"name": name, "namespace": namespace}}
 
 
-def refusals(job: Document) -> list[dict[str, Any]]:
+def rejections(job: Document) -> list[dict[str, Any]]:
     return [
         condition
         for condition in job["status"].get("conditions", [])
@@ -137,5 +137,5 @@ def refusals(job: Document) -> list[dict[str, Any]]:
     ]
 
 
-def is_refused(job: Document) -> bool:
-    return bool(refusals(job))
+def is_rejected(job: Document) -> bool:
+    return bool(rejections(job))

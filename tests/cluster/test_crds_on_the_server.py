@@ -57,7 +57,7 @@ def test_constraints_accept_their_edge_and_reject_beyond_with_clear_errors(
 def disappointment(case: Case, server: Server) -> Iterator[str]:
     answer = server.run(case)
     if answer.accepted != case.accepted:
-        yield f"{case}, but it was {'accepted' if answer.accepted else 'refused: ' + answer.message[:LONGEST_LINE]}"
+        yield f"{case}, but it was {'accepted' if answer.accepted else 'rejected: ' + answer.message[:LONGEST_LINE]}"
     missing = [word for word in case.words if word not in answer.message]
     if missing and not answer.accepted:
         yield f"{case}, without saying {missing}: {answer.message[:LONGEST_LINE]}"

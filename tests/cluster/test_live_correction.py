@@ -51,7 +51,7 @@ def volume(tmp_path: Path, eventually: Callable[..., None]) -> Iterator[Path]:
     if ended.returncode != 0:
         pytest.skip(f"no loop device can be mounted here: {ended.stderr.strip()}")
 
-    def is_gone() -> bool:  # umount is refused while a pod that is ending has a file open
+    def is_gone() -> bool:  # umount is rejected while a pod that is ending has a file open
         return subprocess.run(["umount", str(mounted)], capture_output=True, check=False).returncode == 0
 
     yield mounted

@@ -72,7 +72,7 @@ ENVIRONMENT = {
     "resourceFieldRef": {"resource": "limits.memory"},
     "fileKeyRef": {"volumeName": "x", "path": "y", "key": "z"},
 }
-REFUSED_VALUES: dict[str, tuple[Any, str]] = {
+REJECTED_VALUES: dict[str, tuple[Any, str]] = {
     "spec.pod.labels": ({"spillway.dev/job-uid": "another"}, "is reserved"),
     "spec.pod.annotations": (
         {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"},
@@ -84,7 +84,7 @@ REFUSED_VALUES: dict[str, tuple[Any, str]] = {
     "spec.pod.securityContext.runAsUser": (0, "greater than or equal to 1"),
     "spec.parallelism": ({"nodes": 1024, "devicesPerNode": 2}, "at most 1024 ranks"),
 }
-"""path -> (forbidden value of an existing field, part of the refusal)"""
+"""path -> (forbidden value of an existing field, part of the rejection)"""
 
 
 def with_value(job: Document, path: str, value: Any) -> Document:
@@ -136,7 +136,7 @@ def test_no_field_of_a_pod_that_lets_it_out_can_be_given(spillway: Installed, sm
     unnamed = [path for path in ESCALATIONS if f'unknown field "{path}"' not in said]
     unnamed += [source for source in ENVIRONMENT if f'unknown field "spec.pod.env[0].valueFrom.{source}"' not in said]
     assert unnamed == [], said
-    print(f"\n{len(given)} ways out of the pod: all refused at admission, by path")
+    print(f"\n{len(given)} ways out of the pod: all rejected at admission, by path")
 
 
 def test_without_strict_validation_escalating_fields_are_dropped(spillway: Installed, smallest: Document) -> None:
@@ -149,11 +149,11 @@ def test_without_strict_validation_escalating_fields_are_dropped(spillway: Insta
         assert job["spec"] == plain["spec"], job["metadata"]["name"]
 
 
-@pytest.mark.parametrize("path", REFUSED_VALUES)
-def test_a_value_that_takes_what_is_not_the_jobs_is_refused_at_admission(
+@pytest.mark.parametrize("path", REJECTED_VALUES)
+def test_a_value_that_takes_what_is_not_the_jobs_is_rejected_at_admission(
     spillway: Installed, smallest: Document, path: str
 ) -> None:
-    value, allowed = REFUSED_VALUES[path]
+    value, allowed = REJECTED_VALUES[path]
     said = tried(spillway.bed, [with_value(smallest, path, value)])
     assert path in said and allowed in said, said
 
@@ -171,19 +171,19 @@ def test_a_value_that_takes_what_is_not_the_jobs_is_refused_at_admission(
         ({"pod__labels": {f"k{n}": "v" for n in range(65)}}, "spec.pod.labels: Too many"),
     ],
 )
-def test_what_is_too_much_is_refused_at_admission(
+def test_what_is_too_much_is_rejected_at_admission(
     spillway: Installed, smallest: Document, changes: Document, path: str
 ) -> None:
     said = tried(spillway.bed, [changed(smallest, smallest["metadata"]["namespace"], **changes)])
     assert path in said and "created" not in said, said[:1000]
 
 
-def test_a_spec_that_is_too_long_as_a_whole_is_refused_by_a_condition(spillway: Installed, namespace: str) -> None:
+def test_a_spec_that_is_too_long_as_a_whole_is_rejected_by_a_condition(spillway: Installed, namespace: str) -> None:
     """The operator checks this, because no rule of a schema can count the bytes of an object."""
     annotations = {f"note-{number}": "x" * 1024 for number in range(64)}
     job = changed(on_fake_nodes(example("one-pod", namespace)), namespace, pod__annotations=annotations)
     spillway.create(job)
-    job = spillway.until(lambda found: found["status"].get("state") == "Refused", namespace, "one-pod", SECONDS)
+    job = spillway.until(lambda found: found["status"].get("state") == "Rejected", namespace, "one-pod", SECONDS)
     said = spillway.condition(namespace, "one-pod", "Accepted")
     assert said["reason"] == "InvalidSpec" and "spec" in said["message"] and "at most 65,536" in said["message"], said
     assert spillway.children("job", namespace, "one-pod") == []

@@ -1,4 +1,4 @@
-"""The chart: what `helm template` makes of it over a matrix of values, and what its schema refuses."""
+"""The chart: what `helm template` makes of it over a matrix of values, and what its schema rejects."""
 
 from __future__ import annotations
 
@@ -590,7 +590,7 @@ def test_each_dashboard_is_a_config_map_that_grafanas_sidecar_finds(major: str) 
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
-REFUSED = {
+REJECTED = {
     "a name that is not a value": ("imagee.tag=1", "imagee"),
     "a name inside a value": ("image.tags=1", "tags"),
     "latest": ("image.tag=latest", "image.tag"),
@@ -627,9 +627,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_the_schema_refuses(major: str, case: str) -> None:
-    value, path = REFUSED[case]
+@pytest.mark.parametrize("case", REJECTED)
+def test_the_schema_rejects(major: str, case: str) -> None:
+    value, path = REJECTED[case]
     done = helm(major, "template", RELEASE, str(CHART), "--set", value)
     assert done.returncode != 0
     assert path in done.stderr.replace("/", "."), done.stderr

@@ -66,7 +66,7 @@ def test_every_constraint_has_an_accepted_and_a_rejected_manifest(kind: Kind) ->
 
 
 @each_kind
-def test_every_refusal_is_expected_to_name_the_field_and_what_is_wrong(kind: Kind) -> None:
+def test_every_rejection_is_expected_to_name_the_field_and_what_is_wrong(kind: Kind) -> None:
     assert [str(case) for case in cases(kind) if not case.accepted and len(case.words) < 2] == []
 
 

@@ -91,8 +91,8 @@ def states() -> Iterator[tuple[Finding, ...]]:
 def expected(findings: tuple[Finding, ...]) -> str:
     """From the conditions' own meaning, not from the summary that the script reads."""
     held = {finding.type: finding for finding in findings}
-    refused = held[c.ACCEPTED].reason in (c.INVALID_SPEC, c.UNSUPPORTED)
-    if held[c.FAILED].status == "True" or (refused and held[c.COMPLETE].status != "True"):
+    rejected = held[c.ACCEPTED].reason in (c.INVALID_SPEC, c.UNSUPPORTED)
+    if held[c.FAILED].status == "True" or (rejected and held[c.COMPLETE].status != "True"):
         return "Degraded"
     if held[c.COMPLETE].status == "True":
         return "Healthy"
@@ -126,7 +126,7 @@ def test_flux_and_helm_read_the_same_from_kstatus(health: Health) -> None:
     ("findings", "suspend", "said"),
     [
         ((c.true(c.FAILED, RANK_CRASHED, "ValueError: bad"),), False, f"Failed: {RANK_CRASHED}: ValueError: bad"),
-        ((c.false(c.ACCEPTED, c.INVALID_SPEC, "spec.x = 1"),), False, "Stalled: Refused: spec.x = 1"),
+        ((c.false(c.ACCEPTED, c.INVALID_SPEC, "spec.x = 1"),), False, "Stalled: Rejected: spec.x = 1"),
         ((c.true(c.ACCEPTED, "Valid"), c.false(c.PLANNED, "NoNode", "no room")), False, "Planned: NoNode: no room"),
         ((c.false(c.RUNNING, "ContainerWaiting", "no image"),), False, "Running: ContainerWaiting: no image"),
         ((c.true(c.RUNNING, "Running"), c.false(c.SUSPENDED, c.STOPPING)), True, "Suspended: Stopping"),

@@ -116,7 +116,7 @@ def test_layers_are_measured_uncompressed_and_in_order(tmp_path: Path) -> None:
     assert images.layer_bytes(tmp_path / "image.tar") == [3, 7]
 
 
-def test_an_image_above_its_bound_is_refused_with_both_figures() -> None:
+def test_an_image_above_its_bound_is_rejected_with_both_figures() -> None:
     bounded = images.Recipe("toy", "Dockerfile", (), 10, keeps_layers=False)
     images.check_size(bounded, images.Built("toy:1", "toy.tar", (4, 6), 0.0))
     with pytest.raises(images.BuildFailed, match=r"toy image: 11 bytes.*10"):

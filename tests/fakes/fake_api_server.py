@@ -26,7 +26,7 @@ contexts:
 """
 
 
-def refusal(code: int, reason: str, message: str, **details: Any) -> Object:
+def rejection(code: int, reason: str, message: str, **details: Any) -> Object:
     return {
         "kind": "Status",
         "status": "Failure",
@@ -55,7 +55,7 @@ class FakeApiServer:
     forbidden: set[str] = field(default_factory=set)
     """rights that a SelfSubjectAccessReview denies: "create pods", "get pods/log", ..."""
     requests: list[tuple[str, str, dict[str, str], Object]] = field(default_factory=list)
-    refuses: dict[str, Object] = field(default_factory=dict)
+    rejects: dict[str, Object] = field(default_factory=dict)
     """method -> Status with which every request of that method is answered"""
     breaks_logs_after: int | None = None
     """number of lines after which the connection of a log is cut, once"""
@@ -109,9 +109,9 @@ class FakeApiServer:
         self.before(url.path)
         self.requests.append((handler.command, url.path, query, content))
         if handler.headers["Authorization"] != "Bearer secret":
-            self.send(handler, refusal(401, "Unauthorized", "Unauthorized"))
-        elif handler.command in self.refuses:
-            self.send(handler, self.refuses[handler.command])
+            self.send(handler, rejection(401, "Unauthorized", "Unauthorized"))
+        elif handler.command in self.rejects:
+            self.send(handler, self.rejects[handler.command])
         elif url.path in self.pages:
             self.send_text(handler, self.pages[url.path])
         elif f"{handler.command} {url.path}" in self.objects:
@@ -136,7 +136,7 @@ class FakeApiServer:
             case ["apis", _, _, "namespaces", namespace, "trainingjobs"]:
                 return {"items": [one for (place, _), one in self.jobs.items() if place == namespace]}
             case ["apis", _, _, "namespaces", namespace, "trainingjobs", name]:
-                missing = refusal(404, "NotFound", f'trainingjobs "{name}" not found', name=name)
+                missing = rejection(404, "NotFound", f'trainingjobs "{name}" not found', name=name)
                 return self.jobs.get((namespace, name), missing)
             case ["api", "v1", "namespaces", _, "events"]:
                 return {"items": self.events}
@@ -146,20 +146,20 @@ class FakeApiServer:
                 return {"items": [pod for pod in self.pods if selected(pod, query["labelSelector"])]}
             case ["api", "v1", "namespaces", _, "pods", *_]:
                 return self.found_pod(path)
-        return refusal(404, "NotFound", "the server could not find the requested resource")
+        return rejection(404, "NotFound", "the server could not find the requested resource")
 
     def found_pod(self, path: str) -> Object:
         name = path.split("/")[6]
         pods = [pod for pod in self.pods if pod["metadata"]["name"] == name]
         if path.endswith("/log"):
             waiting = f'container "trainer" in pod "{name}" is waiting to start: ContainerCreating'
-            return refusal(400, "BadRequest", waiting)
-        return pods[0] if pods else refusal(404, "NotFound", f'pods "{name}" not found', name=name)
+            return rejection(400, "BadRequest", waiting)
+        return pods[0] if pods else rejection(404, "NotFound", f'pods "{name}" not found', name=name)
 
     def create(self, namespace: str, content: Object, dry_run: bool) -> Object:
         name = content["metadata"]["name"]
         if (namespace, name) in self.jobs:
-            return refusal(409, "AlreadyExists", f'trainingjobs "{name}" already exists', name=name)
+            return rejection(409, "AlreadyExists", f'trainingjobs "{name}" already exists', name=name)
         made = copy.deepcopy(content)
         made["metadata"] |= {"uid": "u-1", "creationTimestamp": "2026-11-21T12:00:00Z"}
         if not dry_run:

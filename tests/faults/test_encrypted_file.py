@@ -138,14 +138,14 @@ def test_bytes_of_an_older_write_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "error"), [(errno.EIO, SpillIOError), (errno.ENOSPC, SpillVolumeFull)])
-def test_a_refused_write_is_the_error_that_it_is_without(tmp_path: Path, number: int, error: type[Exception]) -> None:
+def test_a_rejected_write_is_the_error_that_it_is_without(tmp_path: Path, number: int, error: type[Exception]) -> None:
     file = opened(tmp_path, lambda *_: -number)
     with pytest.raises(error, match="layer 3 at offset 4096"):
         file.write_batch([(PAGE, memory(1, seed=1), "layer 3")])
     file.close()
 
 
-def test_a_child_process_reads_and_is_refused_a_write(tmp_path: Path) -> None:
+def test_a_child_process_reads_and_is_rejected_a_write(tmp_path: Path) -> None:
     """A write there would have a key and a tweak that its parent uses for other bytes."""
     file, written = opened(tmp_path), memory(1, seed=1)
     [token] = file.write_batch([(0, written, "x")])

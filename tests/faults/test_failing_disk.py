@@ -1,5 +1,5 @@
 """Whole runs on a disk whose writes begin to fail: every bit of the result is that of a run with everything resident,
-as long as host memory has room for what the disk refuses; else the run ends with the error of the write."""
+as long as host memory has room for what the disk rejects; else the run ends with the error of the write."""
 
 from __future__ import annotations
 

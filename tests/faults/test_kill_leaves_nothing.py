@@ -41,7 +41,7 @@ def volume(tmp_path: Path) -> Iterator[Path]:
     if ended.returncode != 0:
         pytest.skip(f"no loop device can be mounted here: {ended.stderr.strip()}")
     yield mounted
-    subprocess.run(["umount", str(mounted)], check=True)  # refused while anything, also in the kernel, holds a file
+    subprocess.run(["umount", str(mounted)], check=True)  # rejected while anything, also in the kernel, holds a file
 
 
 def write_and_read_for_ever(directories: Sequence[Path], progress: int) -> None:

@@ -291,15 +291,15 @@ def test_the_backend_says_engine_and_mode(tmp_path: Path, engine: str) -> None:
 
 @pytest.fixture
 def without_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that refuses O_DIRECT, as tmpfs did before Linux 6.6."""
+    """A file system that rejects O_DIRECT, as tmpfs did before Linux 6.6."""
     real_open = os.open
 
-    def refuse(path: object, flags: int, mode: int = 0o777) -> int:
+    def reject(path: object, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real_open(path, flags, mode)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(spill_file.os, "open", refuse)
+    monkeypatch.setattr(spill_file.os, "open", reject)
 
 
 @pytest.mark.usefixtures("without_direct_io")
@@ -315,12 +315,12 @@ def test_without_o_direct_the_file_is_buffered_and_says_so(tmp_path: Path, engin
 def test_without_o_tmpfile_the_file_is_created_and_unlinked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_open = os.open
 
-    def refuse(path: object, flags: int, mode: int = 0o777) -> int:
+    def reject(path: object, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         return real_open(path, flags, mode)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(spill_file.os, "open", refuse)
+    monkeypatch.setattr(spill_file.os, "open", reject)
     file = opened(tmp_path)
     assert os.listdir(tmp_path) == []
     assert os.fstat(file._file).st_nlink == 0
@@ -331,7 +331,7 @@ def open_files() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_more_bytes_than_the_volume_has_are_refused_and_nothing_is_left(tmp_path: Path, open_files: set[str]) -> None:
+def test_more_bytes_than_the_volume_has_are_rejected_and_nothing_is_left(tmp_path: Path, open_files: set[str]) -> None:
     wanted = 1 << 60
     with pytest.raises(SpillVolumeFull, match=rf"{tmp_path}: no room for the spill file .*{wanted} bytes") as caught:
         opened(tmp_path, wanted)
@@ -368,10 +368,10 @@ def test_file_larger_than_rlimit_fsize_is_rejected_and_leaves_nothing(tmp_path: 
 def test_an_allocation_that_fails_says_what_helps(
     tmp_path: Path, os_error: int, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(file: int, offset: int, nbytes: int) -> None:
+    def rejected(file: int, offset: int, nbytes: int) -> None:
         raise OSError(os_error, os.strerror(os_error))
 
-    monkeypatch.setattr(spill_file.os, "posix_fallocate", refused)
+    monkeypatch.setattr(spill_file.os, "posix_fallocate", rejected)
     with pytest.raises(SpillVolumeFull, match=advice):
         opened(tmp_path)
 
@@ -421,7 +421,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("offset", "nbytes", "shift"), [(100, 4096, 0), (0, 5000, 0), (0, 4096, 64), (16 * MIB, 4096, 0)]
 )
-def test_transfers_off_the_blocks_or_outside_the_file_are_refused(
+def test_transfers_off_the_blocks_or_outside_the_file_are_rejected(
     tmp_path: Path, offset: int, nbytes: int, shift: int
 ) -> None:
     with pytest.raises(ValueError, match="block9"):

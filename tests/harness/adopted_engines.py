@@ -46,7 +46,7 @@ def cases() -> dict[str, Callable[[int, Path], dict[str, Any]]]:
         for stage in STAGES
         for name, plan in PLANS.items()
     }
-    return {**trained, "refused": refused_engines}
+    return {**trained, "rejected": rejected_engines}
 
 
 def model() -> nn.Module:
@@ -178,7 +178,7 @@ def trained_engine(rank: int, directory: Path, stage: int, plan: OptimizerPlan |
     }
 
 
-def refused_engines(rank: int, directory: Path) -> dict[str, Any]:
+def rejected_engines(rank: int, directory: Path) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     def problem(engine: Any) -> str:
@@ -196,7 +196,7 @@ def refused_engines(rank: int, directory: Path) -> dict[str, Any]:
     in_float16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 8}}
     return {
         "zero_optimization.stage": problem(engine_of(0)),
-        # DeepSpeed itself refuses to make such an engine on a CPU without matrix products in float16.
+        # DeepSpeed itself does not make such an engine on a CPU without matrix products in float16.
         "loss scale": problem(engine_of(2, **in_float16)) if get_accelerator().is_fp16_supported() else None,
         "gradients": problem(
             engine_of(2, zero_optimization={"stage": 2, "reduce_scatter": False}, prescale_gradients=True)

@@ -87,7 +87,7 @@ class Server:
     writes: list[Write] = field(default_factory=list)
     """by the operator, in order"""
     subscribers: list[Callable[[str, str, Object], None]] = field(default_factory=list)
-    refuses: set[str] = field(default_factory=set)
+    rejects: set[str] = field(default_factory=set)
     """plurals of the resources whose creation admission rejects"""
     pruned: set[str] = field(default_factory=set)
     """fields of status.attempts and status.progress that an older CRD drops"""
@@ -199,7 +199,7 @@ class Client:
         name = body["metadata"]["name"]
         if self.server.get(resource.plural, name) is not None:
             raise Conflict("create", 409, "AlreadyExists", f"{resource.plural} {name} already exists")
-        if resource.plural in self.server.refuses:
+        if resource.plural in self.server.rejects:
             raise RequestRejected("create", 403, "Forbidden", f"{resource.plural} are forbidden: exceeded quota")
         return self.server.create(resource.plural, body)
 

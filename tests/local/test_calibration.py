@@ -139,7 +139,7 @@ def test_an_interrupted_command_says_so_and_writes_no_profile(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
-def test_a_directory_that_cannot_be_spilled_to_is_refused(
+def test_a_directory_that_cannot_be_spilled_to_is_rejected(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")

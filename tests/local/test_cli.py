@@ -205,7 +205,7 @@ def test_ckpt_import_rejects_an_existing_directory_and_leaves_none_behind(
         (["--as", "zero"], "'zero': use huggingface, universal or dcp"),
     ],
 )
-def test_ckpt_export_refuses_options_of_another_form(
+def test_ckpt_export_rejects_options_of_another_form(
     finished: Finished, tmp_path: Path, options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_app(["ckpt", "export", str(finished.path), "--to", str(tmp_path / "out"), *options]) == 64

@@ -316,10 +316,10 @@ def test_output_that_nobody_reads_does_not_stop_the_launcher(tmp_path: Path) -> 
     assert launched.process.wait(PATIENCE_SECONDS) == 75
 
 
-# --- refusals, metrics ------------------------------------------------------------------------------------------------
+# --- rejections, metrics ----------------------------------------------------------------------------------------------
 
 
-def test_a_metrics_port_in_use_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+def test_a_metrics_port_in_use_is_rejected_before_any_rank_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

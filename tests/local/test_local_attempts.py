@@ -196,7 +196,7 @@ def test_our_signal_handlers_are_gone_afterwards(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_directory_is_refused_while_another_run_holds_it(tmp_path: Path) -> None:
+def test_directory_is_rejected_while_another_run_holds_it(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with exclusive(run), pytest.raises(UserError, match="another run"), exclusive(run):
         pass

@@ -167,7 +167,7 @@ def spillway(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_exported_model_keeps_its_tokenizer_and_other_weights_are_rejected(  # noqa: PLR0915 - one life of a model
     text: Path, tmp_path: Path
 ) -> None:
-    """Uses the command line and a claim: a plan by inspection, a run, adapters on a source, and refusal of another
+    """Uses the command line and a claim: a plan by inspection, a run, adapters on a source, and rejection of another
     source."""
     first = job_of(MODELS["gpt2"], text, tmp_path / "first", epoch=1)
     assert local_runs.complete(first, local_runs.disabled_plan(2)) == 0

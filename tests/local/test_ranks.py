@@ -154,7 +154,7 @@ def test_the_number_of_ranks_may_change_with_every_attempt(reference: Reference,
     assert max(abs(found[step] - loss) / loss for step, loss in reference.losses.items()) <= LOSS_TOLERANCE
 
 
-def test_a_plan_that_only_one_rank_has_is_refused_by_all(reference: Reference, tmp_path: Path) -> None:
+def test_a_plan_that_only_one_rank_has_is_rejected_by_all(reference: Reference, tmp_path: Path) -> None:
     job = reference.attempt(tmp_path, epoch=1)
     other = (job, rank_runs.plan_for(job, "half and half, NVMe"))
     ended = rank_runs.start(job, rank_runs.plan_for(job), each={1: other}).join()

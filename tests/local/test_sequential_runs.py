@@ -21,7 +21,7 @@ from spillway.planning.hardware import local_node
 from spillway.planning.planner import Overrides, make_plan
 from spillway.units import GIB, MIB
 from spillway_trainer import running_statistics
-from spillway_trainer.assemble import refuse_divided_statistics
+from spillway_trainer.assemble import reject_divided_statistics
 from spillway_trainer.inspect import inspect
 from spillway_trainer.models.build import build_model
 
@@ -100,7 +100,7 @@ def test_its_inspected_shape_plans_a_streamed_run_with_the_same_bits(whole: Path
     assert evaluations(output) == evaluations(whole)
 
 
-def test_several_ranks_are_refused_with_a_sentence(text: Path) -> None:
+def test_several_ranks_are_rejected_with_a_sentence(text: Path) -> None:
     plan = local_runs.disabled_plan(NUM_BLOCKS).model_copy(update={"world_size": 2, "num_micro_batches": 1})
     with pytest.raises(UserError, match=r"layers\.0\.stem\.2\.running_mean is a running statistic .* 2 ranks"):
-        refuse_divided_statistics(plan, build_model(job_of(text).spec))
+        reject_divided_statistics(plan, build_model(job_of(text).spec))

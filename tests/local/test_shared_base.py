@@ -287,7 +287,7 @@ def test_member_stopped_by_a_round_leaves_the_others_as_they_train_alone(
         assert sweep_runs.losses(sweep_runs.member_output(job, name)) == expected
 
 
-def test_a_member_on_another_base_than_the_plan_says_is_refused() -> None:
+def test_a_member_on_another_base_than_the_plan_says_is_rejected() -> None:
     one, other = (build_model(spec_of(config={"numLayers": layers}, lora={"rank": 4})) for layers in (2, 3))
     frozen = {name: parameter for name, parameter in one.named_parameters() if not parameter.requires_grad}
     tiers = Tiers(DeviceLedger(None), HostSlab(0), None, CpuLanes(HostSlab(0), DeviceLedger(None)))

@@ -99,33 +99,35 @@ def test_another_start_is_another_run_until_there_is_a_checkpoint(
     assert "spec.checkpoint.from.path was " in capsys.readouterr().err
 
 
-def refusal(root: Path, capsys: pytest.CaptureFixture[str], document: str, earlier: Path, code: int) -> str:
-    shutil.rmtree(root / "refused", ignore_errors=True)
-    assert run(root, "refused", document, TEXT=root / "new", EARLIER=earlier) == code
+def rejection(root: Path, capsys: pytest.CaptureFixture[str], document: str, earlier: Path, code: int) -> str:
+    shutil.rmtree(root / "rejected", ignore_errors=True)
+    assert run(root, "rejected", document, TEXT=root / "new", EARLIER=earlier) == code
     return capsys.readouterr().err
 
 
 @pytest.mark.ci
 def test_what_cannot_be_the_start_is_an_error(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = refusal(root, capsys, LATER.replace("hiddenSize: 64", "hiddenSize: 32"), root / "earlier", 64)
+    other = rejection(root, capsys, LATER.replace("hiddenSize: 64", "hiddenSize: 32"), root / "earlier", 64)
     assert "belongs to another model" in other
-    said = refusal(root, capsys, LATER, root / "text", 64)
+    said = rejection(root, capsys, LATER, root / "text", 64)
     assert f"spec.checkpoint.from.path = {root}/text: contains no checkpoint; name a checkpoint" in said
-    assert "contains no checkpoint; name a checkpoint" in refusal(root, capsys, LATER, root / "new" / "tarfile.py", 64)
-    assert not (root / "refused").exists()
+    assert "contains no checkpoint; name a checkpoint" in rejection(
+        root, capsys, LATER, root / "new" / "tarfile.py", 64
+    )
+    assert not (root / "rejected").exists()
     adapters = LATER.replace("  data:", "    lora: {rank: 2}\n  data:", 1).replace(', dropout: "0.1"', "")
-    said = refusal(root, capsys, adapters, root / "earlier", 64)
+    said = rejection(root, capsys, adapters, root / "earlier", 64)
     assert "spec.checkpoint.from: " in said and "exp_avg" not in said and "as spec.model.source" in said
     damaged = Path(shutil.copytree(root / "earlier", root / "damaged"))
     for file in damaged.glob("checkpoints/step-*/*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
-    said = refusal(root, capsys, LATER, damaged, 64)
+    said = rejection(root, capsys, LATER, damaged, 64)
     assert (
         f"spec.checkpoint.from = {damaged}: the checkpoint is damaged: step-4.e1/tensors-00000.safetensors: expected"
         in said
     )
-    one = refusal(root, capsys, LATER, damaged / "checkpoints" / "step-3.e1", 64)
+    one = rejection(root, capsys, LATER, damaged / "checkpoints" / "step-3.e1", 64)
     assert "the checkpoint is damaged: step-3.e1/tensors-00000.safetensors" in one
     lost = Path(shutil.copytree(root / "earlier", root / "lost"))
     shutil.rmtree(lost / "corpus")
-    assert "its tokenizer.json was not found" in refusal(root, capsys, LATER, lost, 64)
+    assert "its tokenizer.json was not found" in rejection(root, capsys, LATER, lost, 64)

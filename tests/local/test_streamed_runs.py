@@ -162,7 +162,7 @@ def test_kill_leaves_no_parameter_bytes_and_the_next_attempt_resumes(reference: 
     assert same(tmp_path, reference)
 
 
-def test_homes_for_another_number_of_segments_are_refused(reference: Reference, tmp_path: Path) -> None:
+def test_homes_for_another_number_of_segments_are_rejected(reference: Reference, tmp_path: Path) -> None:
     job = job_file(tmp_path, reference.text, reference.corpus, epoch=1)
     wrong = STREAMED.model_copy(update={"parameters": ParameterPlan(homes=(Tier.HOST,) * 3)})
     assert local_runs.complete(job, wrong) == ExitCode.USER_ERROR

@@ -134,7 +134,7 @@ def test_transposed_tensor_is_stored_in_its_logical_order(tmp_path: Path) -> Non
         ({"a": (5, 7), "b": (3,)}, r"exp_avg\.a: \(7, 5\) in the checkpoint, \(5, 7\) in the model"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused_with_the_first_differences(
+def test_checkpoint_of_another_model_is_rejected_with_the_first_differences(
     tmp_path: Path, shapes: dict[str, tuple[int, ...]], sentence: str
 ) -> None:
     checkpoint = saved(tmp_path, canonical({"a": (7, 5), "b": (3,)}))
@@ -153,7 +153,7 @@ DECIDE = ("tokenizer_xxh3", "data_xxh3", "seed", "rule", "moments")
 
 
 @pytest.mark.parametrize("changed", DECIDE)
-def test_checkpoint_of_another_run_is_refused(changed: str) -> None:
+def test_checkpoint_of_another_run_is_rejected(changed: str) -> None:
     state = training_state(10)
     now = {field: getattr(state, field) for field in DECIDE}
     check_same_run(state, **now)  # type: ignore[arg-type]
@@ -340,7 +340,7 @@ def test_exported_float16_weights_are_the_rounded_masters(
     assert all(torch.equal(halves[name], masters[name].half()) for name in masters)
 
 
-def test_what_float16_cannot_hold_is_refused_with_its_name() -> None:
+def test_what_float16_cannot_hold_is_rejected_with_its_name() -> None:
     file = WeightFile("model.safetensors", {"a": (1,), "b": (2,)}, lambda: [torch.ones(1), torch.tensor([1.0, 7e4])])
     with pytest.raises(UserError, match=r"b: has values beyond 65504.*bfloat16"):
         list(file.content(torch.float16))
@@ -377,7 +377,7 @@ def test_corrupt_checkpoint_is_not_exported(tmp_path: Path, corpus: Corpus, expo
     assert not (tmp_path / "hf").exists()
 
 
-def test_export_with_another_tokenizer_is_refused(tmp_path: Path, exported_from: StoredCheckpoint) -> None:
+def test_export_with_another_tokenizer_is_rejected(tmp_path: Path, exported_from: StoredCheckpoint) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"not the tokenizer that step-1\.e1 was trained with"):
         export(exported_from.path, tmp_path / "hf", tokenizer=tmp_path / "tokenizer.json")

@@ -324,10 +324,10 @@ def test_the_volume_with_the_least_free_bytes_is_told_and_the_ranks_on_it(tmp_pa
 def test_a_volume_that_cannot_be_asked_is_never_the_fullest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path, ranks=OneOfTwo(other=seen(tmp_path, free=7.0)))
 
-    def refuse(directory: Path) -> os.statvfs_result:
+    def reject(directory: Path) -> os.statvfs_result:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "statvfs", refuse)
+    monkeypatch.setattr(os, "statvfs", reject)
     run.step()
     assert [(told.free, told.num_ranks) for told in run.operator.volumes] == [(7, 1)]
 

@@ -26,7 +26,7 @@ from spillway.plan import MemoryPlan
 from .ending import completed, ending_of, leave, write_termination
 from .kernels import native
 from .ranks import World
-from .reporting.recorder import Recorder, refusals
+from .reporting.recorder import Recorder, rejections
 from .reporting.trackers import Trackers
 from .run_job import report, run_job
 from .sweep.attempt import open_sweep_recorder, run_sweep
@@ -76,7 +76,7 @@ def attempt(job: JobFile, read_plan: Callable[[], MemoryPlan]) -> int:
             traceback.print_exc()
     termination = Path(os.environ.get(TERMINATION_VARIABLE, job.termination_message_path))
     write_termination(termination, ending, world.rank, progress.step)
-    with suppress(UserError):  # the attempt may have ended because the disk refuses this very line
+    with suppress(UserError):  # the attempt may have ended because the disk rejects this very line
         if recorder is not None:
             recorder.end(progress.step, ending.reason, ending.exit_code, ending.message)
     if trackers is not None:
@@ -90,7 +90,7 @@ def open_recorder(output: Path, world: World) -> Recorder:
     nothing."""
     if not world.is_first:
         return Recorder(None)
-    with refusals(output):
+    with rejections(output):
         output.mkdir(parents=True, exist_ok=True)
     return Recorder(output / "run.jsonl")
 

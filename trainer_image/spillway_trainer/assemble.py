@@ -264,9 +264,9 @@ def assemble(
 
     Raises DeviceOutOfMemory, HostOutOfMemory or SpillVolumeFull before the first step if a tier is too small.
     """
-    refuse_lean(plan)
+    reject_lean(plan)
     model = model or build_model(job.spec, job.claims)
-    refuse_divided_statistics(plan, model)
+    reject_divided_statistics(plan, model)
     settings = config.hyperparameters(job.spec, model)
     tiers = make_tiers(job, plan, device) if base is None else base.tiers
     if plan.strategy != "Ddp":
@@ -291,7 +291,7 @@ def assemble(
     spill = None
     order: MicroBatchOrder = in_order
     if plan.mode == "Disabled":
-        refuse_streaming(plan)
+        reject_streaming(plan)
         wrap_segments(model.segments, position, None, autocast=model.autocast, ready=ready)
     else:
         spill, order = attach(plan, model, parameters, tiers, ranks)
@@ -393,7 +393,7 @@ def storage_limits(plan: MemoryPlan) -> activation_spill.PolicyLimits:
     )
 
 
-def refuse_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
+def reject_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
     """Raises UserError if several ranks would each have running statistics of only their own micro-batches."""
     if plan.world_size > 1 and (found := running_statistics.buffers(model)):
         raise UserError(
@@ -403,7 +403,7 @@ def refuse_divided_statistics(plan: MemoryPlan, model: Chain) -> None:
         )
 
 
-def refuse_lean(plan: MemoryPlan) -> None:
+def reject_lean(plan: MemoryPlan) -> None:
     """Raises UserError if the plan rebuilds activations in backward, but in a mode or with a strategy that cannot do
     so."""
     if not plan.activations.lean:
@@ -423,7 +423,7 @@ def refuse_lean(plan: MemoryPlan) -> None:
     )
 
 
-def refuse_streaming(plan: MemoryPlan) -> None:
+def reject_streaming(plan: MemoryPlan) -> None:
     """Raises UserError if a plan of mode Disabled streams parameters: this mode has no saved-tensor hooks, and without
     them no weight may leave the device."""
     if plan.parameters.streams or plan.parameters.order != "InOrder":

@@ -73,7 +73,7 @@ class Checkpoints(Protocol):
 
 
 class Written(NamedTuple):
-    """A checkpoint that is committed, or that the disk refused."""
+    """A checkpoint that is committed, or that the disk rejected."""
 
     step: int
     nbytes: int = 0
@@ -303,7 +303,7 @@ def commit(run: Run, progress: RunProgress, *, behind: bool) -> bool:
 
 
 def record(run: Run, written: Written | None) -> bool:
-    """Returns False if the disk refused the checkpoint. Only this checkpoint is lost, not the run: earlier ones
+    """Returns False if the disk rejected the checkpoint. Only this checkpoint is lost, not the run: earlier ones
     remain."""
     if written is None:
         return True
@@ -404,7 +404,7 @@ class StepOnItsWay:
                 run.optimizer.step(self._learning_rate, self._clip_factor / scale)
                 run.loss_scale.grow()
             else:
-                refuse_non_finite(run.loss_scale, self._settings, progress.step + 1, self._loss, self._norm)
+                reject_non_finite(run.loss_scale, self._settings, progress.step + 1, self._loss, self._norm)
                 run.optimizer.skip()
                 run.loss_scale.back_off()
         run.techniques.end_step()
@@ -439,7 +439,7 @@ class StepOnItsWay:
         return clip_factor_of(self._norm, self._settings.gradient_clipping)
 
 
-def refuse_non_finite(scale: LossScaler, settings: LoopSettings, step: int, loss: float, norm: float) -> None:
+def reject_non_finite(scale: LossScaler, settings: LoopSettings, step: int, loss: float, norm: float) -> None:
     """Raises NonFinite unless `step`, whose loss or gradients are not finite, is to be skipped.
 
     A loss scale that is too large makes such gradients with a finite loss: the step is skipped and the scale backs off,

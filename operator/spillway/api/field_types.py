@@ -242,7 +242,7 @@ LabelMap = Annotated[
 """Labels with values that the API server accepts."""
 
 
-def refuse(problems: list[tuple[str, str]]) -> None:
+def reject(problems: list[tuple[str, str]]) -> None:
     """Raises one error with all `problems`, pairs of (dotted field below this model, what is allowed); does nothing if
     there are none. For model validators."""
     if problems:
@@ -252,7 +252,7 @@ def refuse(problems: list[tuple[str, str]]) -> None:
 
 
 def exactly_one(owner: BaseModel, names: tuple[str, ...]) -> list[tuple[str, str]]:
-    """The problem, for `refuse`, if not exactly one of the fields is given; empty otherwise."""
+    """The problem, for `reject`, if not exactly one of the fields is given; empty otherwise."""
     given = [name for name in names if getattr(owner, name) is not None]
     if len(given) == 1:
         return []

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from spillway.api.field_types import Fields, Flag, Name, StringMap, refuse
+from spillway.api.field_types import Fields, Flag, Name, StringMap, reject
 from spillway.api.limits import MANAGER, MAX_ENV_BYTES, MAX_NAME_LENGTH
 from spillway.api.memory import Memory, Parallelism, Spill
 from spillway.api.model import Location
@@ -61,7 +61,7 @@ class JobSpec(Fields):
     def _environment_is_bounded(self) -> Self:
         size = sum(len(variable.value or "") for variable in self.pod.env)
         if size > MAX_ENV_BYTES:
-            refuse(
+            reject(
                 [
                     (
                         "pod.env",
@@ -88,7 +88,7 @@ class Metadata(Fields):
             if not _is_dns_label(value):
                 wanted = "lower-case letters, digits and '-' are allowed, with a letter or digit first and last"
                 problems.append((field, f"{wanted}; for example {_as_dns_label(value)}"))
-        refuse(problems)
+        reject(problems)
         return self
 
 

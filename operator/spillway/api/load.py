@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spillway.api.manifest import parse, read_text
-from spillway.api.rejections import refusals
+from spillway.api.rejections import rejections
 from spillway.api.script import SCRIPT_IN_CLUSTER, ScriptJob, is_script
 from spillway.api.training_job import TrainingJob
 from spillway.errors import FieldProblem, InvalidJob
@@ -50,6 +50,6 @@ def job_type(document: dict[str, Any]) -> type[TrainingJob] | type[ScriptJob]:
 
 def _parsed(text: str, source: str) -> TrainingJob | ScriptJob:
     job = parse(job_type, text, source, ignored=SET_BY_THE_SERVER)
-    if isinstance(job, TrainingJob) and (problems := refusals(job)):
+    if isinstance(job, TrainingJob) and (problems := rejections(job)):
         raise InvalidJob(source, problems)
     return job

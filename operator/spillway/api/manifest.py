@@ -80,7 +80,7 @@ def parse(
     """
     document, lines, problems = _read_yaml(text, source)
     model = model if isinstance(model, type) else model(document)
-    _refuse_another_kind(model, document, source)
+    _reject_another_kind(model, document, source)
     if problems:
         raise InvalidJob(source, problems)
     for location in ignored:
@@ -102,7 +102,7 @@ def validate(model: type[M], document: dict[str, Any], source: str, lines: Lines
         raise InvalidJob(source, [p for detail in found for p in _translate(model, detail, lines, document)]) from None
 
 
-def _refuse_another_kind(model: type[BaseModel], document: Mapping[str, Any], source: str) -> None:
+def _reject_another_kind(model: type[BaseModel], document: Mapping[str, Any], source: str) -> None:
     """Raises UserError for another kind of Spillway's own objects, because every field of it would be wrong. An unknown
     kind is reported later, as one wrong field among others."""
     given, field = document.get("kind"), model.model_fields.get("kind")
@@ -116,14 +116,14 @@ def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[Fiel
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        _refuse(source, f"line {line}", "", f"not valid YAML: character U+{ord(text[error.position]):04X}; remove it")
+        _reject(source, f"line {line}", "", f"not valid YAML: character U+{ord(text[error.position]):04X}; remove it")
     try:
         node = loader.get_single_node()
         if node is None:
-            _refuse(source, "the file", "empty", "write a map with apiVersion, kind, metadata and spec")
+            _reject(source, "the file", "empty", "write a map with apiVersion, kind, metadata and spec")
         if not isinstance(node, yaml.MappingNode):
             kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-            _refuse(source, "the file", kind, "write a map with apiVersion, kind, metadata and spec")
+            _reject(source, "the file", kind, "write a map with apiVersion, kind, metadata and spec")
         lines: Lines = {}
         problems = list(_inspect(node, (), lines))
         document = {} if problems else loader.construct_document(node)
@@ -131,24 +131,24 @@ def _read_yaml(text: str, source: str) -> tuple[dict[str, Any], Lines, list[Fiel
         problem = "more than one document; write one per file"
         if error.problem != "but found another document":
             problem = f"not valid YAML: {(error.context or error.problem or '').removesuffix('; first occurrence')}"
-        _refuse(source, _place(error.problem_mark), "", problem)
+        _reject(source, _place(error.problem_mark), "", problem)
     except yaml.MarkedYAMLError as error:
-        _refuse(source, _place(error.problem_mark), "", f"not valid YAML: {error.problem or error.context}")
+        _reject(source, _place(error.problem_mark), "", f"not valid YAML: {error.problem or error.context}")
     except RecursionError:
-        _refuse(
+        _reject(
             source,
             "the file",
             "",
             "nested too deeply, or an alias that contains itself; a manifest has about a dozen levels",
         )
     except (yaml.YAMLError, ValueError) as error:
-        _refuse(source, "the file", "", f"not valid YAML: {str(error).splitlines()[0]}")
+        _reject(source, "the file", "", f"not valid YAML: {str(error).splitlines()[0]}")
     finally:
         loader.dispose()
     return document, lines, problems
 
 
-def _refuse(source: str, where: str, given: str, problem: str) -> NoReturn:
+def _reject(source: str, where: str, given: str, problem: str) -> NoReturn:
     raise InvalidJob(source, [FieldProblem(where, given, problem)]) from None
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from spillway.api.field_types import Fields, Number, Positive, Quantity, SomeBytes, Text, refuse
+from spillway.api.field_types import Fields, Number, Positive, Quantity, SomeBytes, Text, reject
 from spillway.api.limits import MAX_RANKS, MAX_SPILL_VOLUMES
 from spillway.plan import Overlap, Strategy
 from spillway.units import format_quantity
@@ -43,7 +43,7 @@ class Parallelism(Fields):
     def _bounded(self) -> Self:
         if self.world_size > MAX_RANKS:
             found = f"nodes x devicesPerNode is {self.nodes} x {self.devices_per_node} = {self.world_size}"
-            refuse([("", f"at most {MAX_RANKS} ranks; {found}")])
+            reject([("", f"at most {MAX_RANKS} ranks; {found}")])
         return self
 
     @property
@@ -128,7 +128,7 @@ class ActivationMemory(Fields):
                 f"only activations that are spilled to NVMe can move to this memory, and policy {self.policy} spills "
                 "none to NVMe; leave it out, or use policy Nvme"
             )
-            refuse([("hostReserve", never)])
+            reject([("hostReserve", never)])
         return self
 
 
@@ -222,7 +222,7 @@ class Memory(Fields):
                 f"must be at most budget.host ({format_quantity(self.budget.host)}), because it is part of that budget"
             )
             problems.append(("advanced.activations.hostReserve", most))
-        refuse(problems)
+        reject(problems)
         return self
 
 
@@ -259,7 +259,7 @@ class Spill(Fields):
     @model_validator(mode="after")
     def _several_need_a_class(self) -> Self:
         if self.num_volumes > 1 and not self.storage_class_name:
-            refuse(
+            reject(
                 [
                     (
                         "numVolumes",

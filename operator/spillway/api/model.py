@@ -20,7 +20,7 @@ from spillway.api.field_types import (
     Text,
     exactly_one,
     matching,
-    refuse,
+    reject,
 )
 from spillway.api.limits import MIN_TEXT_VOCABULARY
 from spillway.errors import UserError
@@ -110,7 +110,7 @@ class ModelConfig(Fields):
             problems.append(("numKeyValueHeads", one))
         if self.architecture == "t5" and not self.tie_word_embeddings:
             problems.append(("tieWordEmbeddings", "t5 has one matrix for all its embeddings; leave it out"))
-        refuse(problems)
+        reject(problems)
         return self
 
 
@@ -175,7 +175,7 @@ class Location(Fields):
             )
         if self.fetch is not None and self.claim is not None and not self.sub_path:
             problems.append(("subPath", FETCHED_BELOW))
-        refuse(problems)
+        reject(problems)
         return self
 
 
@@ -263,7 +263,7 @@ class Model(Fields):
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
-        refuse([*exactly_one(self, ("config", "source", "entrypoint")), *no_entry_point(self.entrypoint)])
+        reject([*exactly_one(self, ("config", "source", "entrypoint")), *no_entry_point(self.entrypoint)])
         return self
 
     @property
@@ -330,7 +330,7 @@ class Evaluation(Fields):
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
-        refuse(exactly_one(self, ("text", "chat", "fraction")))
+        reject(exactly_one(self, ("text", "chat", "fraction")))
         return self
 
 
@@ -397,5 +397,5 @@ class Data(Fields):
             problems.append(("evaluation.chat", CHAT_EVALUATES_CHAT))
         if self.evaluation is not None and self.chat is not None and self.evaluation.text is not None:
             problems.append(("evaluation.text", TEXT_EVALUATES_NO_CHAT))
-        refuse(problems)
+        reject(problems)
         return self

@@ -28,7 +28,7 @@ from spillway.api.field_types import (
     Text,
     exactly_one,
     matching,
-    refuse,
+    reject,
 )
 from spillway.api.limits import MAX_ENV_BYTES, NOT_MOUNTED_THERE, OWN_DIRECTORIES, USER_ID
 from spillway.api.model import Location
@@ -168,7 +168,7 @@ class Variable(Fields):
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
-        refuse(exactly_one(self, ("value", "value_from")))
+        reject(exactly_one(self, ("value", "value_from")))
         return self
 
 
@@ -213,7 +213,7 @@ class Mount(Fields):
             problems.append(("path", NOT_MOUNTED_THERE))
         if self.writable and self.claim is None:
             problems.append(("writable", ONLY_CLAIMS_ARE_WRITTEN))
-        refuse(problems)
+        reject(problems)
         return self
 
 
@@ -278,7 +278,7 @@ class SecurityContext(Fields):
     def _one_decides(self) -> Self:
         named = ("run_as_user", "run_as_group", "fs_group")
         if self.assigned_by_cluster and any(getattr(self, name) is not None for name in named):
-            refuse([("assignedByCluster", ASSIGNED_BY_CLUSTER)])
+            reject([("assignedByCluster", ASSIGNED_BY_CLUSTER)])
         return self
 
 
@@ -338,7 +338,7 @@ f"Environment variables of the trainer. All values together may have at most {MA
 
     @model_validator(mode="after")
     def _plan_decides(self) -> Self:
-        refuse([("resources.extended", REQUESTED_BY_PLAN)] if self.resource_name in self.resources.extended else [])
+        reject([("resources.extended", REQUESTED_BY_PLAN)] if self.resource_name in self.resources.extended else [])
         return self
 
 

@@ -17,10 +17,10 @@ NOT_YET = {
     "checkpoint.resume": "Never does not work yet; use OwnOnly, and to start at step 0 give another --output or create "
     "a new job",
 }
-"""Fields that no run honours, each with what works instead. The CRD refuses them, too."""
+"""Fields that no run honours, each with what works instead. The CRD rejects them, too."""
 
 
-def refusals(job: TrainingJob) -> list[FieldProblem]:
+def rejections(job: TrainingJob) -> list[FieldProblem]:
     """Fields that no run can honour yet, here or in a cluster, each with what works instead."""
     spec = job.spec
     sizes = spec.model.config
@@ -33,10 +33,10 @@ def refusals(job: TrainingJob) -> list[FieldProblem]:
          f"must be at least {smallest} for text: one token for each byte, one for the end of "
          f"text{', and one for the mask' * masked}"),
     ]  # fmt: skip
-    return [*_refused(found, job), *_refused_fields(NOT_YET, job), *problems_of(job)]
+    return [*_rejected(found, job), *_rejected_fields(NOT_YET, job), *problems_of(job)]
 
 
-def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
+def rejections_in_cluster(job: TrainingJob) -> list[FieldProblem]:
     """Fields that `plan` understands but that an attempt in a cluster cannot honour yet, each with what works
     instead."""
     strategy, model, optimizer = job.spec.parallelism.strategy, job.spec.model, job.spec.memory.advanced.optimizer
@@ -48,7 +48,7 @@ def refusals_in_cluster(job: TrainingJob) -> list[FieldProblem]:
          f"does not work with parallelism.strategy: {strategy}, which needs all parameters to be trained; use Ddp or "
          f"Fsdp"),
     ]  # fmt: skip
-    return _refused(found, job) + [
+    return _rejected(found, job) + [
         FieldProblem(f"spec.{field}.fetch", place.fetch.uri, FETCHED_ON_CLAIM)
         for field, place in job.spec.places.items()
         if place.fetch is not None and place.claim is None
@@ -59,14 +59,14 @@ def _drops_in_llama_with_lora(model: Model) -> bool:
     return bool(model.lora and model.config and model.config.architecture == "llama" and model.config.dropout)
 
 
-def _refused_fields(never: Mapping[str, str], job: TrainingJob) -> list[FieldProblem]:
+def _rejected_fields(never: Mapping[str, str], job: TrainingJob) -> list[FieldProblem]:
     """One problem for each field of `never` whose value is not the default."""
     given, defaults = job.spec.model_dump(mode="json"), {"checkpoint": Checkpoint().model_dump(mode="json")}
     wrong = {path: _below(given, path) not in (None, [], _below(defaults, path)) for path in never}
-    return _refused([(wrong[path], f"spec.{path}", problem) for path, problem in never.items()], job)
+    return _rejected([(wrong[path], f"spec.{path}", problem) for path, problem in never.items()], job)
 
 
-def _refused(found: Sequence[tuple[object, str, str]], job: TrainingJob) -> list[FieldProblem]:
+def _rejected(found: Sequence[tuple[object, str, str]], job: TrainingJob) -> list[FieldProblem]:
     return [FieldProblem(path, _given(job, path), problem) for wrong, path, problem in found if wrong]
 
 

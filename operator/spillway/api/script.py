@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from spillway.api.field_types import Fields, refuse
+from spillway.api.field_types import Fields, reject
 from spillway.api.job_spec import JobSpec, Metadata
 from spillway.api.memory import Advanced, Endurance
 from spillway.api.pod import Checkpoint
@@ -50,7 +50,7 @@ class ScriptSpec(JobSpec):
     @model_validator(mode="before")
     @classmethod
     def _has_no_model(cls, given: Any) -> Any:
-        refuse([(name, SCRIPT_TRAINS) for name in TRAINED_FIELDS if isinstance(given, dict) and name in given])
+        reject([(name, SCRIPT_TRAINS) for name in TRAINED_FIELDS if isinstance(given, dict) and name in given])
         return given
 
     @model_validator(mode="after")
@@ -70,7 +70,7 @@ class ScriptSpec(JobSpec):
             (self.parallelism.strategy != "Auto", "parallelism.strategy", SCRIPT_SHARDS),
             (self.spill.encryption != "None", "spill.encryption", SCRIPT_ENCRYPTS),
         ]  # fmt: skip
-        refuse([(field, problem) for is_wrong, field, problem in wrong if is_wrong])
+        reject([(field, problem) for is_wrong, field, problem in wrong if is_wrong])
         return self
 
 

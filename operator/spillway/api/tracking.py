@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from spillway.api.field_types import Fields, Name, matching, refuse
+from spillway.api.field_types import Fields, Name, matching, reject
 
 TRACKING_URI = matching(r"^https?://[^/\s@]+(/\S*)?$", "https://mlflow.example.com")
 ONE_TRACKER = "set at least one tracker: tensorBoard, mlflow or wandb"
@@ -67,5 +67,5 @@ class Tracking(Fields):
 
     @model_validator(mode="after")
     def _at_least_one(self) -> Self:
-        refuse([] if self.tensor_board or self.mlflow or self.wandb else [("", ONE_TRACKER)])
+        reject([] if self.tensor_board or self.mlflow or self.wandb else [("", ONE_TRACKER)])
         return self

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from spillway.api.field_types import Count, Epsilon, Fields, Fraction, Name, Number, Positive, exactly_one, refuse
+from spillway.api.field_types import Count, Epsilon, Fields, Fraction, Name, Number, Positive, exactly_one, reject
 from spillway.update_rules import RULE_FIELDS, MomentType, UpdateRule
 
 
@@ -103,7 +103,7 @@ class Optimizer(Fields):
     @model_validator(mode="after")
     def _only_its_own(self) -> Self:
         others = [name for name in RULE_FIELDS if name not in self.rule.defaults and getattr(self, name) is not None]
-        refuse([(name, f"{self.name} does not use it; leave it out") for name in others])
+        reject([(name, f"{self.name} does not use it; leave it out") for name in others])
         return self
 
     @model_validator(mode="after")
@@ -115,7 +115,7 @@ class Optimizer(Fields):
             f"too large for moments: {self.moments}. With a decay rate above {most}, rounding cancels every decrease "
             f"of the moving average; lower the rate, or use moments: float32"
         )
-        refuse([(name, why) for name, value in kept.items() if value > most])
+        reject([(name, why) for name, value in kept.items() if value > most])
         return self
 
 
@@ -147,7 +147,7 @@ class Schedule(Fields):
 
     @model_validator(mode="after")
     def _one_warm_up(self) -> Self:
-        refuse([("warmupRatio", ONE_WARM_UP)] if self.warmup_ratio is not None and self.warmup_steps else [])
+        reject([("warmupRatio", ONE_WARM_UP)] if self.warmup_ratio is not None and self.warmup_steps else [])
         return self
 
 
@@ -177,7 +177,7 @@ class LossScale(Fields):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        refuse(
+        reject(
             [("minimum", f"must be at most lossScale.initial ({self.initial})")] if self.minimum > self.initial else []
         )
         return self
@@ -263,7 +263,7 @@ class Training(Fields):
             problems.append(("globalBatchSize", f"must be a multiple of microBatchSize ({self.micro_batch_size})"))
         if self.steps is not None and self.schedule.warmup_steps > self.steps:
             problems.append(("schedule.warmupSteps", f"at most steps ({self.steps})"))
-        refuse(problems)
+        reject(problems)
         return self
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from spillway.api.field_types import LIST_BY_NAME, MAX_MEMBERS, Fields, refuse
+from spillway.api.field_types import LIST_BY_NAME, MAX_MEMBERS, Fields, reject
 from spillway.api.job_spec import JobSpec, Metadata
 from spillway.api.limits import CHAT_NEEDS_SOURCE, NEEDS_EVALUATION, TOKENS_NEED_SOURCE
 from spillway.api.model import Data, Location, Model
@@ -138,7 +138,7 @@ class TrainingJobSpec(JobSpec):
         if training.loss_scale is not None and not is_float16:
             needless = "only applies with model.precision.compute: float16; leave it out"
             problems.append(("training.lossScale", needless))
-        refuse(problems)
+        reject(problems)
         return self
 
 

@@ -143,7 +143,7 @@ def choose(storages: Sequence[SavedStorage], limits: PolicyLimits) -> Choice | N
             if played is not None:
                 return _told(course, played)
     found = searched(course)
-    return _refusal(course) if found is None else _told(course, found)
+    return _rejection(course) if found is None else _told(course, found)
 
 
 def searched(course: StepSimulation) -> Played | None:
@@ -686,7 +686,7 @@ def _reason(course: StepSimulation, played: Played) -> str:
     )
 
 
-def _refusal(course: StepSimulation) -> NoChoice:
+def _rejection(course: StepSimulation) -> NoChoice:
     limits = course.limits
     total = sum(course.sizes)
     rebuilt = sum(size for size, rebuild in zip(course.sizes, course.rebuild, strict=True) if rebuild is not None)

@@ -430,7 +430,7 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
             f"{path}: the plan of this run is from an older version of spillway and lacks the predicted amounts of "
             "work (FLOPs, bytes) of a step; run the job again with this version"
         )
-    refuse_other_threads(path, job, cores)
+    reject_other_threads(path, job, cores)
     attempts: dict[int, list[StepMetrics]] = {}
     for step in measured_steps:
         attempts.setdefault(step.epoch, []).append(step.metrics)
@@ -447,7 +447,7 @@ def read_evidence(path: Path, cores: int) -> RunEvidence:
     return RunEvidence(job.name, job.num_nodes, measured, work, ranks, compute, overlap, threads, plan.device)
 
 
-def refuse_other_threads(path: Path, job: JobFile, cores: int) -> None:
+def reject_other_threads(path: Path, job: JobFile, cores: int) -> None:
     used = job.compute_threads * job.ranks_per_node
     if used != max(1, cores // job.ranks_per_node) * job.ranks_per_node:
         raise UserError(

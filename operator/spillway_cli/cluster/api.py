@@ -58,7 +58,7 @@ class Unreachable(UserError):
     """The API server did not answer, or is overloaded: commands that watch try again."""
 
 
-def refusal(status: int, answer: Object, path: str) -> RequestDenied | Unreachable:
+def rejection(status: int, answer: Object, path: str) -> RequestDenied | Unreachable:
     """The error for an HTTP status of 400 or above: 429 and 5xx are temporary, not rejections."""
     if status == TOO_MANY_REQUESTS or status >= INTERNAL_ERROR:
         return Unreachable(f"the cluster cannot answer now: {said_in(status, answer)}; try again later")
@@ -135,7 +135,7 @@ class ClusterClient:
         with self._connection():
             response = self._request("GET", path, query, None, idle_seconds)
             if response.status >= 400:
-                raise refusal(response.status, as_object(response.response.data), path)
+                raise rejection(response.status, as_object(response.response.data), path)
             begun = b""
             try:
                 for piece in response.response.stream(2**16):
@@ -151,7 +151,7 @@ class ClusterClient:
             response = self._request(method, path, query, content, ANSWER_SECONDS)
             found = response.response.data
         if response.status >= 400:
-            raise refusal(response.status, as_object(found), path)
+            raise rejection(response.status, as_object(found), path)
         if response.status >= 300 or (answer := json_object(found)) is None:
             raise Unreachable(f"{self.configuration.host} is not a Kubernetes API server: "
                               f"{said_in(response.status, as_object(found))}; {NO_CLUSTER}")  # fmt: skip

@@ -14,7 +14,7 @@ from spillway.api.load import load_for_cluster
 from spillway.api.script import ScriptJob
 from spillway.api.training_job import TrainingJob
 from spillway.errors import FieldProblem, InvalidJob, UserError
-from spillway_operator.decide.acceptance import refusal
+from spillway_operator.decide.acceptance import rejection
 
 from ..console import message_console, print_json, result_console
 from .api import ClusterClient, Object, RequestDenied, connect, jobs_path
@@ -48,7 +48,7 @@ class SubmitOptions:
 def submit(options: SubmitOptions) -> int:
     """Creates the job; returns 0, or with --wait the job's exit code. Raises UserError when it is rejected."""
     job = load_for_cluster(options.job)
-    refuse_what_no_cluster_does(job, str(options.job))
+    reject_what_no_cluster_does(job, str(options.job))
     if options.wait and options.dry_run:
         raise UserError(
             "command line: --wait and --dry-run cannot be combined, because a dry run creates no job; leave one out"
@@ -62,11 +62,11 @@ def submit(options: SubmitOptions) -> int:
     return watch_to_the_end(cluster, namespace, job.metadata.name, message_console())
 
 
-def refuse_what_no_cluster_does(job: TrainingJob | ScriptJob, source: str) -> None:
+def reject_what_no_cluster_does(job: TrainingJob | ScriptJob, source: str) -> None:
     """Raises InvalidJob, with the operator's own messages, if the operator would reject the job."""
-    refused = refusal(job) if job.spec.managed_by == MANAGER else None
-    if refused is not None:
-        raise InvalidJob(source, refused.problems)
+    rejected = rejection(job) if job.spec.managed_by == MANAGER else None
+    if rejected is not None:
+        raise InvalidJob(source, rejected.problems)
 
 
 def namespace_of(job: TrainingJob | ScriptJob, asked: str | None, cluster: ClusterClient, source: str) -> str:

@@ -72,8 +72,8 @@ FIXES = {
     "certificate and the network policies",
     "NoProgress": "see `spillway logs` for what the trainer waited for; another attempt follows",
     "Unschedulable": "free or add a node, or request less",
-    "Refused": "fix what the message names: quota, LimitRange, Pod Security or an admission policy",
-    "PodsRefused": "fix what the message names: raise the quota or the LimitRange's maximum, or request less",
+    "Rejected": "fix what the message names: quota, LimitRange, Pod Security or an admission policy",
+    "PodsRejected": "fix what the message names: raise the quota or the LimitRange's maximum, or request less",
     "ContainerWaiting": "do what the message says",
 }
 """Reason -> what to do."""
@@ -100,7 +100,7 @@ class ClusterFacts:
     node_profiles: Sequence[Object] | Missing = ()
     jobs: Sequence[Object] | Missing = ()
     namespace_object: Object | Missing = field(default_factory=dict)
-    pod_refusal: str | Missing = ""
+    pod_rejection: str | Missing = ""
     """Why the API server would reject a pod like the trainer's (dry run); empty = it would not."""
     claims: Mapping[str, Object | Missing] = field(default_factory=dict)
     """The claims of --job."""
@@ -273,11 +273,11 @@ def pods(facts: ClusterFacts) -> Iterator[Diagnosis]:
     if isinstance(facts.namespace_object, Missing) and facts.namespace_object.is_absent:
         fix = f"kubectl create namespace {facts.namespace}"
         yield finding(check, ERROR, f"namespace {facts.namespace} does not exist", fix)
-    elif isinstance(facts.pod_refusal, Missing):
-        note = f"not tried: {facts.pod_refusal.why}{enforced}"
-        yield finding(check, OK if facts.pod_refusal.is_forbidden else NOTE, note)
-    elif facts.pod_refusal:
-        message = f"{facts.namespace} rejects a pod like the trainer's{enforced}: {facts.pod_refusal}"
+    elif isinstance(facts.pod_rejection, Missing):
+        note = f"not tried: {facts.pod_rejection.why}{enforced}"
+        yield finding(check, OK if facts.pod_rejection.is_forbidden else NOTE, note)
+    elif facts.pod_rejection:
+        message = f"{facts.namespace} rejects a pod like the trainer's{enforced}: {facts.pod_rejection}"
         yield finding(check, ERROR, message, "change the quota, limit range or policy named in the message")
     else:
         yield finding(check, OK, f"{facts.namespace} accepts a pod like the trainer's (dry run){enforced}")

@@ -207,7 +207,7 @@ def cluster_tasks(cluster: ClusterClient, namespace: str, job: TrainingJob | Scr
         "node profiles": lambda: items(cluster, f"{JOBS}/nodeprofiles"),
         "jobs": lambda: items(cluster, jobs_path(namespace)),
         "namespace": lambda: cluster.get(inside),
-        "pod": lambda: pod_refusal(cluster, namespace),
+        "pod": lambda: pod_rejection(cluster, namespace),
     }
     for claim in claim_names(job.spec) if job is not None else ():
         tasks[f"claim {claim}"] = partial(cluster.get, f"{inside}/persistentvolumeclaims/{claim}")
@@ -231,7 +231,7 @@ def as_cluster(found: Mapping[str, object], host: str, namespace: str) -> Cluste
         node_profiles=fact(found, "node profiles", list),
         jobs=fact(found, "jobs", list),
         namespace_object=fact(found, "namespace", dict),
-        pod_refusal=fact(found, "pod", str),
+        pod_rejection=fact(found, "pod", str),
         claims=dict(of_prefix(found, "claim ")),
         storage_classes=dict(of_prefix(found, "class ")),
         named=dict(of_prefix(found, "named ")),
@@ -275,7 +275,7 @@ def may(cluster: ClusterClient, namespace: str, right: Right) -> bool:
     return bool((answer.get("status") or {}).get("allowed"))
 
 
-def pod_refusal(cluster: ClusterClient, namespace: str) -> str | Missing:
+def pod_rejection(cluster: ClusterClient, namespace: str) -> str | Missing:
     """Why the API server would reject a trainer's pod; empty = it would not. Missing: the user may not create pods."""
     if not may(cluster, namespace, CREATE_PODS):
         return Missing("you may not create pods (the Job controller does)", is_forbidden=True)

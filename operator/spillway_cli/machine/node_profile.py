@@ -98,7 +98,7 @@ def own_profile(cores: int, device: DeviceKind = "Cpu", *, given: Path | None = 
         return OwnProfile(None, "catalog rates; measure this machine with `spillway calibrate`")
     try:
         profile = read_profile(path)
-        refuse_another_machine(path, profile.spec, cores, device)
+        reject_another_machine(path, profile.spec, cores, device)
     except UserError as error:
         if given is not None:
             raise
@@ -115,7 +115,7 @@ def default_path_or_none(device: DeviceKind = "Cpu") -> Path | None:
         return None
 
 
-def refuse_another_machine(path: Path, spec: NodeProfileSpec, cores: int, device: DeviceKind) -> None:
+def reject_another_machine(path: Path, spec: NodeProfileSpec, cores: int, device: DeviceKind) -> None:
     if spec.device_kind != device:
         raise UserError(
             f"{path}: spec.deviceKind = {spec.device_kind}, but this run uses device kind {device}; name another "

@@ -21,7 +21,7 @@ from spillway.planning.model_shape import ModelShape
 from spillway.units import counted, format_bytes, format_count, format_seconds
 from spillway_trainer.cgroup import usable_cores
 from spillway_trainer.fetch import fetch_all
-from spillway_trainer.tiers.volumes import refuse_memory
+from spillway_trainer.tiers.volumes import reject_memory
 
 from ..console import Format, message_console, print_json, result_console, table
 from ..machine.gpus import find_gpus
@@ -67,10 +67,10 @@ def run(options: RunOptions) -> int:
     source = str(options.job)
     job = with_budget(load_job(options.job), options.budget)
     claims = local_run.parse_claims(options.claims)
-    local_run.refuse_wrong_fields(job, claims, source)
+    local_run.reject_wrong_fields(job, claims, source)
     first, *_ = local_devices(job.spec, find_gpus(), options.num_ranks, trained_with(RunDirectory(options.output)))
     need_for(on_device(job, first[0]).spec, options.num_ranks)
-    local_run.refuse_taken_port(options.metrics_port)
+    local_run.reject_taken_port(options.metrics_port)
     console = message_console()
     unused = local_run.unused_fields(job.spec, options.num_ranks)
     if unused:
@@ -103,10 +103,10 @@ def run_in(
     local = LocalJob(job, claims, directory.corpus, spill, options.metrics_port, options.num_ranks)
     with exclusive(directory) as lock:
         earlier = local_run.read_job_file(directory.job_file)
-        for changed in local_run.refuse_another_run(directory, job, earlier):
+        for changed in local_run.reject_another_run(directory, job, earlier):
             console.print(f"changed for the remaining steps: {changed}")
         if not job.spec.members:
-            local_run.refuse_lost_checkpoints(directory)
+            local_run.reject_lost_checkpoints(directory)
         if local_run.is_complete(directory, job):
             log = read_run_log(directory.log)
             steps, end = log.steps_planned(job.spec.training), log.ends[-1]
@@ -127,15 +127,15 @@ def run_in(
             console.print(values_table(values))
         console.print(own(plan.device).sentence)
 
-        def refuse(taken: MemoryPlan) -> None:
+        def reject(taken: MemoryPlan) -> None:
             if not options.spill:
-                local_run.refuse_spill_in_memory(directory.path, taken, "name one on a disk, or give --spill a disk's")
+                local_run.reject_spill_in_memory(directory.path, taken, "name one on a disk, or give --spill a disk's")
 
-        refuse(plan)
+        reject(plan)
         files = local_run.local_files(directory, local, plan, resources.cores, earlier)
         max_restarts = job.spec.lifecycle.max_restarts if options.max_restarts is None else options.max_restarts
         with ProgressReporter(console, job.spec.training.num_steps, plan.budget) as progress:
-            ladder = LocalLadder(files, planned, refuse, list(failures))
+            ladder = LocalLadder(files, planned, reject, list(failures))
             attempts = local_run.train(ladder, progress, lock, max_restarts)
         return finish(directory, job, attempts, options.format)
 
@@ -143,16 +143,16 @@ def run_in(
 def spill_directories(given: Sequence[Path]) -> tuple[Path, ...]:
     """The --spill directories. Raises UserError for one that is missing, in memory, repeated or not writable."""
     for directory in given:
-        refuse_missing(directory)
+        reject_missing(directory)
     found = tuple(create_run_directory(each, "--spill").path for each in given)
     for directory in found:
         if found.count(directory) > 1:
             raise UserError(f"--spill {directory}: given twice; name each volume's directory once")
-        refuse_memory(directory, f"--spill {directory}")
+        reject_memory(directory, f"--spill {directory}")
     return found
 
 
-def refuse_missing(directory: Path) -> None:
+def reject_missing(directory: Path) -> None:
     """Rejects a missing directory: creating it after a typo could spill to the wrong disk."""
     try:
         directory.stat()

@@ -81,7 +81,7 @@ class LocalLadder:
 
     files: LocalFiles
     planned: Planned
-    refuse: Callable[[MemoryPlan], None]
+    reject: Callable[[MemoryPlan], None]
     """Raises UserError for a plan that this command may not use."""
     failures: list[MemoryFailure] = field(default_factory=list)
     ran_out: list[str] = field(default_factory=list)
@@ -119,7 +119,7 @@ class LocalLadder:
         if repeats(self.failures, found, pod_resources(local.job.spec, found, local.num_ranks).memory_bytes):
             return "it would need at least as much of the memory that ran out"
         try:
-            self.refuse(found)
+            self.reject(found)
         except UserError as error:
             return str(error)
         return ""

@@ -27,7 +27,7 @@ from spillway.errors import CheckpointCorrupt, ExitCode, FieldProblem, InvalidJo
 from spillway.plan import MemoryPlan, Tier
 from spillway_trainer.checkpoints import directory as checkpoint_directory
 from spillway_trainer.corpus.text_source import text_source
-from spillway_trainer.tiers.volumes import refuse_memory
+from spillway_trainer.tiers.volumes import reject_memory
 
 from ..record.attempt_ends import Attempt, Rung
 from ..record.directory import RunDirectory, is_text, write_atomic
@@ -58,7 +58,7 @@ class LocalJob:
     num_ranks: int = 1
 
 
-def refuse_wrong_fields(job: TrainingJob, claims: Mapping[str, Path] | None, source: str) -> None:
+def reject_wrong_fields(job: TrainingJob, claims: Mapping[str, Path] | None, source: str) -> None:
     """Raises InvalidJob with every field that a run on this machine cannot honour, including missing text and models.
     `claims`: name -> directory; None: unknown, so their contents are not checked."""
     if problems := _missing_locations(job, claims):
@@ -129,7 +129,7 @@ def _missing(
     return None
 
 
-def refuse_taken_port(port: int | None) -> None:
+def reject_taken_port(port: int | None) -> None:
     """Raises UserError when the port cannot be used: every attempt of the trainer would crash."""
     if port is None:
         return
@@ -154,7 +154,7 @@ def read_job_file(path: Path) -> JobFile | None:
         ) from error
 
 
-def refuse_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | None) -> list[str]:
+def reject_another_run(run: RunDirectory, job: TrainingJob, earlier: JobFile | None) -> list[str]:
     """Raises UserError with every differing field when the directory holds a run that this job does not continue.
     Returns the differences in MAY_CHANGE fields, each with both values.
 
@@ -272,7 +272,7 @@ def is_complete(run: RunDirectory, job: TrainingJob) -> bool:
     return found.manifest.name.step == steps or found.manifest.state.best.stops(training.patience)
 
 
-def refuse_lost_checkpoints(run: RunDirectory) -> None:
+def reject_lost_checkpoints(run: RunDirectory) -> None:
     """Raises CheckpointCorrupt when earlier attempts wrote checkpoints and all are missing. Their content is checked
     when the trainer resumes."""
     written = read_run_log(run.log).checkpoints
@@ -317,10 +317,10 @@ class LocalFiles:
         write_atomic(run.job_file, job_file.model_dump_json(indent=2) + "\n")
 
 
-def refuse_spill_in_memory(directory: Path, plan: MemoryPlan, advice: str) -> None:
+def reject_spill_in_memory(directory: Path, plan: MemoryPlan, advice: str) -> None:
     """Raises UserError when a plan spills to --output and that directory is in memory."""
     if plan.slab_bytes(Tier.NVME) > 0:
-        refuse_memory(directory, f"--output {directory}", advice)
+        reject_memory(directory, f"--output {directory}", advice)
 
 
 def local_files(

@@ -27,7 +27,7 @@ WIDEST = 10_000
 """Width without a terminal, so that no cell is cut."""
 BAR_WIDTH, SMALL_BAR_WIDTH = 30, 6
 STATES = (
-    "Running", "Restarting", "Starting", "Planning", "Pending", "Queued", "Refused", "Suspended", "Failed", "Complete",
+    "Running", "Restarting", "Starting", "Planning", "Pending", "Queued", "Rejected", "Suspended", "Failed", "Complete",
 )  # fmt: skip
 """Order of the job list: active jobs first, ended ones last."""
 

@@ -17,7 +17,7 @@ from spillway.api.job_spec import JobSpec
 from spillway.api.limits import GROUP, MAX_SPEC_BYTES, QUEUE_ANNOTATIONS, RESERVED_VARIABLES, VERSION
 from spillway.api.load import job_type
 from spillway.api.manifest import validate
-from spillway.api.rejections import refusals, refusals_in_cluster
+from spillway.api.rejections import rejections, rejections_in_cluster
 from spillway.api.script import ScriptJob
 from spillway.api.training_job import TrainingJob
 from spillway.errors import FieldProblem, InvalidJob
@@ -32,7 +32,7 @@ DOWNLOAD = "the download must be written to it"
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Rejection:
     """Fields that prevent a job from running until they are changed."""
 
     reason: str
@@ -43,16 +43,16 @@ class Refusal:
         return false(c.ACCEPTED, self.reason, "; ".join(map(str, self.problems)))
 
 
-def accept(job: JobObject) -> TrainingJob | ScriptJob | Refusal:
+def accept(job: JobObject) -> TrainingJob | ScriptJob | Rejection:
     """The job with every default filled in, or all its problems."""
     return _accept(job.spec, job.name, job.namespace)
 
 
 @lru_cache(maxsize=256)
-def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | ScriptJob | Refusal:
+def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | ScriptJob | Rejection:
     if len(spec) > MAX_SPEC_BYTES:
         allowed = f"at most {MAX_SPEC_BYTES:,}; move long values to a Secret, an image or a claim"
-        return Refusal(c.INVALID_SPEC, (FieldProblem("spec", f"{len(spec):,} bytes as JSON", allowed),))
+        return Rejection(c.INVALID_SPEC, (FieldProblem("spec", f"{len(spec):,} bytes as JSON", allowed),))
     document = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "TrainingJob",
@@ -62,21 +62,21 @@ def _accept(spec: bytes, name: str, namespace: str) -> TrainingJob | ScriptJob |
     try:
         job: TrainingJob | ScriptJob = validate(job_type(document), document, name)
     except InvalidJob as error:
-        return Refusal(c.INVALID_SPEC, error.problems)
+        return Rejection(c.INVALID_SPEC, error.problems)
     if preset := job.spec.pod.network_preset:  # an existing preset was already replaced by its content
         missing = "not in the OperatorConfig (kubectl get opconf default -o yaml); use one that is, or leave it out"
-        return Refusal(c.INVALID_SPEC, (FieldProblem("spec.pod.networkPreset", preset, missing),))
-    return refusal(job) or job
+        return Rejection(c.INVALID_SPEC, (FieldProblem("spec.pod.networkPreset", preset, missing),))
+    return rejection(job) or job
 
 
-def refusal(job: TrainingJob | ScriptJob) -> Refusal | None:
+def rejection(job: TrainingJob | ScriptJob) -> Rejection | None:
     """Why a valid job cannot run in a cluster; also used by `spillway submit`."""
-    of_its_model = [] if isinstance(job, ScriptJob) else refusals(job) or refusals_in_cluster(job)
+    of_its_model = [] if isinstance(job, ScriptJob) else rejections(job) or rejections_in_cluster(job)
     problems = [*of_its_model, *_without_guarantee(job.spec)]
     if problems:
-        return Refusal(c.UNSUPPORTED, tuple(problems))
+        return Rejection(c.UNSUPPORTED, tuple(problems))
     taken = tuple(_taken(job.spec))
-    return Refusal(c.INVALID_SPEC, taken) if taken else None
+    return Rejection(c.INVALID_SPEC, taken) if taken else None
 
 
 def _without_guarantee(spec: JobSpec) -> Iterator[FieldProblem]:
@@ -134,8 +134,8 @@ def _alias(fields: BaseModel, name: str) -> str:
     return type(fields).model_fields[name].alias or name
 
 
-def forbidden_change(begun: AttemptFiles, after: JobSpec, *, was_suspended: bool) -> Refusal | None:
-    """Returns the refusal of a change that an older CRD did not reject: of immutable fields, to which the job's
+def forbidden_change(begun: AttemptFiles, after: JobSpec, *, was_suspended: bool) -> Rejection | None:
+    """Returns the rejection of a change that an older CRD did not reject: of immutable fields, to which the job's
     checkpoints would not fit, or of fields in UNLESS_SUSPENDED although the job was not suspended after the attempt."""
     job, since = begun.job, f"changed since attempt {begun.job.epoch} began, but"
     show = f"kubectl get configmap {begun.name} -n {job.namespace} -o yaml, key job.json"
@@ -147,7 +147,7 @@ def forbidden_change(begun: AttemptFiles, after: JobSpec, *, was_suspended: bool
     problems = [
         FieldProblem(f"spec.{name}", "", wrong[name]) for name in changed_fields(job.spec, after) if name in wrong
     ]
-    return Refusal(c.INVALID_SPEC, tuple(problems)) if problems else None
+    return Rejection(c.INVALID_SPEC, tuple(problems)) if problems else None
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ NO_REPORT = "NoReport"
 USED_LATER = "UsedLater"
 CONTRACT_NOT_READ = "ContractNotRead"
 JOB_GONE = "JobGone"
-PODS_REFUSED = "PodsRefused"
+PODS_REJECTED = "PodsRejected"
 
 CAUSES: dict[str, str] = {
     RANK_CRASHED: "a rank exited with an undocumented code, or was killed by a signal",
@@ -126,10 +126,10 @@ REASONS: dict[str, dict[str, str]] = {
         "Waiting": "Unknown: the attempt was created, its pods are not examined yet",
         "Scheduled": "every pod has a node",
         "NoPods": "False: the attempt's Job has no pods yet; its events say why",
-        PODS_REFUSED: "False: the API server rejects pods of the attempt (quota, LimitRange, Pod Security, another "
+        PODS_REJECTED: "False: the API server rejects pods of the attempt (quota, LimitRange, Pod Security, another "
         "policy); the message is the server's; the Job controller tries again",
         "Unschedulable": "False: the scheduler finds no node; the message is the scheduler's",
-        "Refused": "False: the API server rejected an object of the attempt; the message is the server's",
+        "Rejected": "False: the API server rejected an object of the attempt; the message is the server's",
         "NoAttempt": "False: there is no current attempt",
     },
     RUNNING: {
@@ -195,7 +195,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     STALLED: {
         "Failed": "the job failed",
-        "Refused": "the spec is rejected; the job does not continue until it changes",
+        "Rejected": "the spec is rejected; the job does not continue until it changes",
         "NotStalled": "False: nothing blocks the job permanently",
     },
 }
@@ -287,7 +287,7 @@ def _summary(held: dict[str, Finding]) -> tuple[Finding, ...]:
         return false(READY, "NotReady", message), false(RECONCILING, "Settled"), true(STALLED, "Failed", message)
     if is_(ACCEPTED, "False") and held[ACCEPTED].reason in (INVALID_SPEC, UNSUPPORTED):
         message = held[ACCEPTED].message
-        return false(READY, "NotReady", message), false(RECONCILING, "Settled"), true(STALLED, "Refused", message)
+        return false(READY, "NotReady", message), false(RECONCILING, "Settled"), true(STALLED, "Rejected", message)
     ending = (SUSPENDED in held and held[SUSPENDED].reason == STOPPING) or (
         RUNNING in held and held[RUNNING].reason in ENDINGS
     )
@@ -306,13 +306,13 @@ def state(conditions: tuple[Condition, ...]) -> str:
         if holds(conditions, type_):
             return type_
     if accepted is None or accepted.status != "True":
-        return "Refused" if accepted is not None and accepted.status == "False" else "Planning"
+        return "Rejected" if accepted is not None and accepted.status == "False" else "Planning"
     if running is not None and (running.status == "True" or running.reason == JOB_GONE):
         return "Running"
     if running is not None and running.reason in (RESTARTING, "Queued"):
         return running.reason
     planned, scheduled = find(conditions, PLANNED), find(conditions, SCHEDULED)
-    if scheduled is not None and scheduled.reason == "Refused":
+    if scheduled is not None and scheduled.reason == "Rejected":
         return "Pending"
     return {"True": "Starting", "False": "Pending"}.get(planned.status if planned else "", "Planning")
 

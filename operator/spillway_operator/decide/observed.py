@@ -199,7 +199,7 @@ class Observed:
     exist, and a new attempt may follow."""
     pods: tuple[PodObject, ...] | None = None
     """Pods of the newest attempt, by label, even if its Job was deleted; None = not requested."""
-    pods_refusal: str = ""
+    pods_rejection: str = ""
     """Why the API server rejects the attempt's pods (quota, LimitRange, Pod Security, a policy), from the Job's newest
     event; read with `pods` if some are missing."""
     claims: tuple[Claim, ...] | None = None
@@ -208,7 +208,7 @@ class Observed:
     """Inspection of a model without sizes in the spec; None = not requested."""
     conflict: str = ""
     """The child, such as "Job demo-1", that could not be created because a foreign object has its name."""
-    refusal: str = ""
+    rejection: str = ""
     """The API server's message when it rejected a child (Pod Security, quota, ...)."""
     progress: ProgressReport | None = None
     """Newest accepted report that is not in the status yet."""

@@ -16,11 +16,11 @@ CHECK_IMAGE = (
 
 
 def pod_findings(
-    pods: tuple[PodObject, ...], num_nodes: int, attempt: AttemptObject, refusal: str
+    pods: tuple[PodObject, ...], num_nodes: int, attempt: AttemptObject, rejection: str
 ) -> tuple[Finding, ...]:
-    if refusal and len(pods) < num_nodes:
-        why = f"Job {attempt.name} cannot create {'its' if not pods else 'more'} pods: {refusal}"
-        return false(c.SCHEDULED, c.PODS_REFUSED, why), false(c.RUNNING, "Starting")
+    if rejection and len(pods) < num_nodes:
+        why = f"Job {attempt.name} cannot create {'its' if not pods else 'more'} pods: {rejection}"
+        return false(c.SCHEDULED, c.PODS_REJECTED, why), false(c.RUNNING, "Starting")
     if not pods:
         why = f"Job {attempt.name} has no pods yet; see kubectl describe job {attempt.name} -n {attempt.namespace}"
         return false(c.SCHEDULED, "NoPods", why), false(c.RUNNING, "Starting")

@@ -45,7 +45,7 @@ from spillway.units import counted, format_seconds
 
 from . import conditions as c
 from . import gangs
-from .acceptance import Refusal, accept, changed_fields, given
+from .acceptance import Rejection, accept, changed_fields, given
 from .answer import NOT_SUSPENDED, PATIENCE_SECONDS, give_up, none_lives, patience, write
 from .attempt_end import Cause, cause_of_end, completed_rank, saved_step, where_is
 from .case import Case, is_over, known_seconds, num_steps, seconds_of, whole
@@ -275,7 +275,7 @@ def _not_ready(case: Case, attempt: AttemptObject) -> Desired:  # noqa: PLR0911 
         return Desired(deletes=(_deletion(attempt),), look_again_seconds=PATIENCE_SECONDS)
     if any(pod.deleting or is_finished(pod) for pod in pods):
         return write(case, look_again=PATIENCE_SECONDS)  # the Job is about to end
-    found = pod_findings(pods, case.num_nodes, attempt, case.observed.pods_refusal)
+    found = pod_findings(pods, case.num_nodes, attempt, case.observed.pods_rejection)
     case = case.found(*found)
     if case.attempts.active_time is None:
         case = pending(case)
@@ -559,7 +559,7 @@ def _suspended(case: Case) -> Desired:
     if given(case.spec, "scheduling.queueName") and case.reason(c.QUOTA_RESERVED):
         case = case.found(false(c.QUOTA_RESERVED, "Waiting", "spec.suspend is true"))
     outcome = accept(case.observed.job)
-    accepted = outcome.finding() if isinstance(outcome, Refusal) else true(c.ACCEPTED, "Valid")
+    accepted = outcome.finding() if isinstance(outcome, Rejection) else true(c.ACCEPTED, "Valid")
     suspended = true(c.SUSPENDED, c.SUSPENDED_BY_USER, f"set spec.suspend to false to {_resumption(case)}")
     return write(case.found(accepted, suspended, *none_lives("Suspended")))
 
@@ -605,7 +605,7 @@ def _with_changes(case: Case, attempt: AttemptObject) -> Case:
     unread = not_read(case, attempt.attempt) if files is None else None
     if unread is not None:
         return case.found(unread)
-    if files is None or isinstance(outcome, Refusal):
+    if files is None or isinstance(outcome, Rejection):
         return case
     fields = [f"spec.{name}" for name in changed_fields(files.job.spec, outcome.spec)]
     if not fields:

@@ -17,7 +17,7 @@ from spillway.units import format_bytes
 
 from . import conditions as c
 from . import inspection, manifests
-from .acceptance import Refusal, accept, claim_names, claim_problem, forbidden_change, given
+from .acceptance import Rejection, accept, claim_names, claim_problem, forbidden_change, given
 from .answer import PATIENCE_SECONDS, give_up, patience, write
 from .attempt_end import Cause
 from .case import Case, seconds_of
@@ -40,8 +40,8 @@ FAULTY_SECONDS = 86400.0
 def start(case: Case) -> Desired:  # noqa: PLR0911 - one line per case
     """Creates the next attempt: its contract, then the children that the contract describes."""
     outcome = accept(case.observed.job)
-    if isinstance(outcome, Refusal):
-        return _refuse(case, outcome)
+    if isinstance(outcome, Rejection):
+        return _reject(case, outcome)
     needed = frozenset({"claims"} if claim_names(outcome.spec) else ())
     if missing(case, "contracts", *needed):
         return Desired(needs=missing(case, "contracts", *needed))
@@ -90,7 +90,7 @@ def fits_elsewhere(case: Case) -> Cause | None:
     """The cause for replacing the current attempt, for whose pods there is no node, by one with another plan; None if
     no plan fits what is free now, or if the one that does has the same node class and no smaller pods."""
     outcome, planned = accept(case.observed.job), case.status.plan
-    if isinstance(outcome, Refusal) or planned is None:
+    if isinstance(outcome, Rejection) or planned is None:
         return None
     facts, begun = case.observed.facts, newest_begun(case)
     cluster = replace(_cluster(case), as_free=True, trainer_image=facts.trainer_image, device=planned.device or None)
@@ -149,8 +149,8 @@ def _obstacle(case: Case, job: TrainingJob | ScriptJob) -> Finding | None:
     """What others must correct before the attempt can be created."""
     if case.observed.conflict:
         return _conflicts(case.observed.conflict)
-    if case.observed.refusal:
-        return false(c.SCHEDULED, "Refused", case.observed.refusal)
+    if case.observed.rejection:
+        return false(c.SCHEDULED, "Rejected", case.observed.rejection)
     begun = newest_begun(case)
     suspended = c.find(case.before.conditions, c.SUSPENDED)
     was_suspended = suspended is not None and (
@@ -166,10 +166,10 @@ def _conflicts(child: str) -> Finding:
     return false(c.ACCEPTED, c.NAME_CONFLICT, sentence)
 
 
-def _refuse(case: Case, refusal: Refusal) -> Desired:
-    """Reports the refusal; the job waits for a change of its spec, or for the pending deadline."""
-    case = case.found(refusal.finding())
-    over = expired(case, refusal.finding().message)
+def _reject(case: Case, rejection: Rejection) -> Desired:
+    """Reports the rejection; the job waits for a change of its spec, or for the pending deadline."""
+    case = case.found(rejection.finding())
+    over = expired(case, rejection.finding().message)
     return write(case) if over is None else give_up(case, over)
 
 

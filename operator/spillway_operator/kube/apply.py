@@ -29,7 +29,7 @@ class Applied:
 
     conflict: str = ""
     """The child, such as "Job demo-1", whose name a foreign object has."""
-    refusal: str = ""
+    rejection: str = ""
     """The API server's message if it rejected a child."""
     superseded: bool = False
     """The attempt's ConfigMap exists with another decision, which must be read first."""
@@ -147,7 +147,7 @@ class Applier:
             if resource is CONFIG_MAPS and not same_content(found.get("data") or {}, manifest["data"]):
                 return Applied(superseded=True)
         except RequestRejected as error:
-            return Applied(refusal=f"{kind} {name}: {error.message or error.reason}")
+            return Applied(rejection=f"{kind} {name}: {error.message or error.reason}")
         if resource is JOBS and ATTEMPT_LABEL in manifest["metadata"]["labels"]:
             self._store.put_attempt(project_attempt(found))
         return DONE

@@ -52,7 +52,7 @@ END_SECONDS = 1.0
 """Time for posts in progress when the endpoint ends."""
 
 
-class _Refusal(Exception):
+class _Rejection(Exception):
     """A rejected post: HTTP status, message, and seconds after which it may be repeated."""
 
     def __init__(self, code: int, message: str, retry_after: int | None = None) -> None:
@@ -223,10 +223,10 @@ class ProgressEndpoint:
         try:
             response = await handler(request)
         except web.HTTPException as error:  # unknown path or method
-            response = _Refusal(error.status, error.reason).response()
+            response = _Rejection(error.status, error.reason).response()
         except Exception:
             logger.exception("a progress post failed")
-            response = _Refusal(500, "internal error of the operator; see its log").response()
+            response = _Rejection(500, "internal error of the operator; see its log").response()
         if response.status >= 500 and self._hears_since is not None:
             self._hears_since = self._clock()
         if self._num_connections() > MOST_KEPT:
@@ -237,32 +237,32 @@ class ProgressEndpoint:
     async def _post(self, request: web.Request) -> web.Response:
         try:
             if not self._knows_attempts():
-                raise _Refusal(503, "the operator is starting; try again", retry_after=1)
+                raise _Rejection(503, "the operator is starting; try again", retry_after=1)
             sender = await self._reviews.sender(_bearer(request))
             if not self._limit.allows(sender.key, self._clock()):
-                raise _Refusal(
+                raise _Rejection(
                     429, f"this job posts more than {POSTS_PER_SECOND:g} reports a second; post fewer", retry_after=1
                 )
             return self._accept(sender, await _body(request))
-        except _Refusal as refusal:
-            return refusal.response()
+        except _Rejection as rejection:
+            return rejection.response()
         except Unauthenticated as error:
-            return _Refusal(401, str(error)).response()
+            return _Rejection(401, str(error)).response()
         except Forbidden as error:
-            return _Refusal(403, str(error)).response()
+            return _Rejection(403, str(error)).response()
         except TooManyReviews as error:
-            return _Refusal(429, str(error), retry_after=1).response()
+            return _Rejection(429, str(error), retry_after=1).response()
         except ApiError as error:
             logger.warning("cannot check a token: %s", error)
-            return _Refusal(503, "the API server did not answer; try again", retry_after=5).response()
+            return _Rejection(503, "the API server did not answer; try again", retry_after=5).response()
 
     def _accept(self, sender: Sender, body: bytes) -> web.Response:
         try:
             report = ProgressReport.model_validate_json(body)
         except ValidationError as error:
-            raise _Refusal(422, _first_problem(error)) from None
+            raise _Rejection(422, _first_problem(error)) from None
         if report.spillway is not None and report.spillway.epoch != sender.attempt:
-            raise _Refusal(
+            raise _Rejection(
                 422,
                 f"spillway.epoch = {report.spillway.epoch}: must be {sender.attempt}, because the pod belongs to "
                 f"attempt {sender.attempt}",
@@ -303,11 +303,11 @@ async def _body(request: web.Request) -> bytes:
         async with asyncio.timeout(BODY_SECONDS):
             return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise _Refusal(413, f"report too long: at most {LONGEST_REPORT} bytes") from None
+        raise _Rejection(413, f"report too long: at most {LONGEST_REPORT} bytes") from None
     except TimeoutError:
-        raise _Refusal(408, f"the report did not arrive in {BODY_SECONDS:g} s") from None
+        raise _Rejection(408, f"the report did not arrive in {BODY_SECONDS:g} s") from None
     except (ConnectionError, web.RequestPayloadError, HttpProcessingError):  # incomplete, or wrongly encoded
-        raise _Refusal(400, "the report is incomplete, or not encoded as its headers say") from None
+        raise _Rejection(400, "the report is incomplete, or not encoded as its headers say") from None
 
 
 def _first_problem(error: ValidationError) -> str:

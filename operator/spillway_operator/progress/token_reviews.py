@@ -22,7 +22,7 @@ from ..kube.api_client import PODS, TOKEN_REVIEWS, ApiClient, NotFound
 from ..kube.store import Key, Store, controller
 
 ACCEPTED_SECONDS = 60.0
-REFUSED_SECONDS = 10.0
+REJECTED_SECONDS = 10.0
 RENEWAL_SECONDS = 10.0
 """How long an accepted token stays accepted while it is checked again."""
 MOST_CACHED = 8192
@@ -123,9 +123,9 @@ class TokenReviews:
                 self._take_allowance(now)
             try:
                 known = await self._review(token)
-            except (Unauthenticated, Forbidden) as refusal:
-                known = refusal
-            lasts = ACCEPTED_SECONDS if isinstance(known, PodIdentity) else REFUSED_SECONDS
+            except (Unauthenticated, Forbidden) as rejection:
+                known = rejection
+            lasts = ACCEPTED_SECONDS if isinstance(known, PodIdentity) else REJECTED_SECONDS
             self._cache.put(digest, known, self._clock() + lasts)
         if isinstance(known, PodIdentity):
             return known

@@ -186,7 +186,7 @@ def lived(bed: Bed, image: OperatorImage, program: str, namespace: str, trainers
 
     release.install(EARLIER)
     create_jobs(spillway, namespace, trainers)
-    life.unknown_field = refused_field(spillway, namespace)
+    life.unknown_field = rejected_field(spillway, namespace)
     look(life, spillway, namespace, "earlier chart")
     keeps_quiet(life, spillway, namespace, "earlier chart")
     for turn in range(ROUNDS):
@@ -265,8 +265,8 @@ def ends_at_once(job: Document) -> Document:
     return job
 
 
-def refused_field(spillway: Installed, namespace: str) -> str:
-    """The API server's refusal of a manifest of the present version; empty if it accepts it."""
+def rejected_field(spillway: Installed, namespace: str) -> str:
+    """The API server's rejection of a manifest of the present version; empty if it accepts it."""
     job = named(example("one-pod", namespace, checkpoint__claim=None, lifecycle={"stallSeconds": 60}), "too-new")
     try:
         spillway.create(job)
@@ -305,8 +305,8 @@ def keeps_quiet(life: Life, spillway: Installed, namespace: str, stage: str) -> 
 
 
 def second_release(release: Release) -> str:
-    """Tries a second release, which is refused because the CRDs belong to the first one, and allowed without CRDs or if
-    it takes them; returns the refusal."""
+    """Tries a second release, which is rejected because the CRDs belong to the first one, and allowed without CRDs or
+    if it takes them; returns the rejection."""
     apart = ("--dry-run=server", "--set", "serviceAccount.name=other")
     try:
         release.install(CHART, *apart, name="other")
@@ -391,6 +391,6 @@ def test_without_crds_keep_uninstall_leaves_nothing(life: Life) -> None:
     assert life.left_without_keep == set()
 
 
-def test_a_second_release_is_refused_where_the_crds_are_anothers(life: Life) -> None:
+def test_a_second_release_is_rejected_where_the_crds_are_anothers(life: Life) -> None:
     assert "invalid ownership metadata" in life.second_release
     assert "customresourcedefinition" in life.second_release.lower()

@@ -15,7 +15,7 @@ import pytest
 from testbed import bed as whole_bed
 from testbed import fake_gpus, machine, processes
 from testbed.client import Bed
-from testbed.errors import Failed, Refused
+from testbed.errors import Failed, Rejected
 from testbed.layout import NODE, REPOSITORY, State
 
 IMAGE = "local/hostroot:1"
@@ -235,8 +235,8 @@ def test_pods_outlive_a_killed_kubelet_and_up_restarts_it(testbed: Bed, namespac
     assert (after["containerID"], after["restartCount"]) == (before, 0)
 
 
-def test_a_second_test_bed_is_refused(testbed: Bed, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="make cluster-down"):
+def test_a_second_test_bed_is_rejected(testbed: Bed, tmp_path: Path) -> None:
+    with pytest.raises(Rejected, match="make cluster-down"):
         machine.check(State(tmp_path / "second"))
 
 

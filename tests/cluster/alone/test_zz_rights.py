@@ -68,14 +68,14 @@ def test_every_rule_of_the_chart_is_used_and_nothing_else_is_asked(spillway: Ins
 
 
 def test_nothing_was_forbidden(spillway: Installed) -> None:
-    """Refusals of requests that were also allowed do not count: a restarted API server refuses until it has read its
+    """Rejections of requests that were also allowed do not count: a restarted API server rejects until it has read its
     roles."""
     asked: dict[bool, set[tuple[str, ...]]] = {True: set(), False: set()}
     for request in spillway.bed.requests(0, OPERATOR_USER):
         asked[request.allowed].add((request.verb, request.resource, request.subresource, request.namespace))
-    refused = asked[False] - asked[True]
-    if refused:
-        pytest.fail(f"the API server refused {sorted(refused)}")
+    rejected = asked[False] - asked[True]
+    if rejected:
+        pytest.fail(f"the API server rejected {sorted(rejected)}")
 
 
 def test_nobody_but_the_user_writes_a_spec(spillway: Installed) -> None:

@@ -340,7 +340,7 @@ void reduce(ncclDataType_t type, const std::vector<const char*>& blocks, char* o
     case ncclFloat32: return reduce<float>(blocks, out, number, how);
     case ncclFloat64: return reduce<double>(blocks, out, number, how);
     case ncclBfloat16: return reduce<__nv_bfloat16>(blocks, out, number, how);
-    default: return;  // refused by give()
+    default: return;  // rejected by give()
   }
 }
 

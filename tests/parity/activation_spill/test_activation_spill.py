@@ -46,7 +46,7 @@ class Pipeline:
         window_bytes: int = 1 << 30,
         keeps: bool = False,
     ) -> None:
-        """`keeps`: host memory takes what the disk refuses."""
+        """`keeps`: host memory takes what the disk rejects."""
         self.host, self.ledger = HostSlab(host_bytes), DeviceLedger(device_bytes)
         self.lanes = lanes(self.host, self.ledger)
         self.said: list[str] = []
@@ -440,12 +440,12 @@ def test_kept_and_spilled_views_of_one_storage_are_charged_once() -> None:
     del losses
 
 
-def test_a_plan_for_another_number_of_segments_is_refused() -> None:
+def test_a_plan_for_another_number_of_segments_is_rejected() -> None:
     with pytest.raises(ValueError, match="policies for 2 segments, but the model has 4"):
         Spilling(transformer(), (Policy.HOST,) * 2, LANES["cpu"])
 
 
-def test_a_plan_that_spills_without_a_spill_file_is_refused() -> None:
+def test_a_plan_that_spills_without_a_spill_file_is_rejected() -> None:
     host, ledger = HostSlab(0), DeviceLedger(None)
     plan = ActivationPlan(answers=(Policy.NVME,))
     parameters = ResidentParameters(nn.Linear(2, 2).named_parameters())

@@ -254,7 +254,7 @@ def test_what_a_shape_rebuilds_is_part_of_what_it_saves(compute: str) -> None:
 # --- where it cannot be -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_refuses_what_would_not_be_rebuilt(tmp_path: Path) -> None:
+def test_a_run_rejects_what_would_not_be_rebuilt(tmp_path: Path) -> None:
     wanted = large_job("llama", "bfloat16")
     plan = make_plan(wanted, local_node(1, GIB, GIB, GIB))
     assert isinstance(plan, MemoryPlan)

@@ -422,7 +422,7 @@ def test_a_tensor_used_where_it_is_and_changed_in_place_raises(
     disk.file.stalled.set()
 
 
-def test_what_the_disk_refuses_stays_and_the_bits_are_the_same(
+def test_what_the_disk_rejects_stays_and_the_bits_are_the_same(
     make: Callable[..., Spilling], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)
@@ -519,14 +519,14 @@ def test_unwritten_tensors_stay_in_place_and_retirement_is_logged_once(
     assert sum(spilling.held_bytes().values()) == spilling.ledger.held_bytes == 0
 
 
-def test_a_model_that_is_not_on_the_cpu_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_is_not_on_the_cpu_is_rejected(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(UserError, match="weight is on meta: Spilling supports CPU tensors only"):
         Spilling(model, tmp_path, nvme_bytes=1 << 20)
 
 
-def test_a_directory_in_memory_is_refused_before_there_is_a_file(
+def test_a_directory_in_memory_is_rejected_before_there_is_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(volumes, "read_text", lambda path: f"/dev/a / ext4 rw 0 0\nx {tmp_path} tmpfs rw 0 0\n")

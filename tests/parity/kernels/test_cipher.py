@@ -96,7 +96,7 @@ def test_every_implementation_has_the_same_bytes_of_many_units() -> None:
 
 
 @pytest.mark.parametrize("cipher", [native.Cipher, reference_cipher.ReferenceCipher])
-def test_bytes_that_are_no_whole_units_are_refused(cipher: type[Cipher]) -> None:
+def test_bytes_that_are_no_whole_units_are_rejected(cipher: type[Cipher]) -> None:
     if cipher is native.Cipher and not native.available():
         pytest.skip("no native library was built")
     memory: Tensor = torch.zeros(4000, dtype=torch.uint8)

@@ -65,7 +65,7 @@ def test_copy_of_overlapping_memory_is_a_memmove(shift: int) -> None:
 
 
 @needs_library
-def test_wrong_tensors_are_refused_before_anything_is_written() -> None:
+def test_wrong_tensors_are_rejected_before_anything_is_written() -> None:
     accumulator = torch.zeros(4)
     with pytest.raises(ValueError, match=r"gradient is torch\.float64.*contiguous torch\.float32 or torch\.bfloat16"):
         native.accumulate(accumulator, torch.ones(4, dtype=torch.float64), False)

@@ -26,7 +26,7 @@ def test_the_interpreter_gives_the_bits_of_the_reference() -> None:
     assert (ended.returncode, ended.stdout.strip()) == (0, "the bits of the reference"), ended.stderr
 
 
-def test_wrong_tensors_are_refused_before_anything_is_launched() -> None:
+def test_wrong_tensors_are_rejected_before_anything_is_launched() -> None:
     step = triton_kernels.UpdateScalars(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.9, 0.95)
     four = [torch.zeros(4) for _ in range(4)]
     with pytest.raises(ValueError, match=r"gradient is torch\.float64.*contiguous torch\.float32 or torch\.bfloat16"):

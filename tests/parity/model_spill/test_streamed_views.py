@@ -132,7 +132,7 @@ class Keep(torch.autograd.Function):
         return gradient, None
 
 
-def test_hooks_inside_a_segment_that_hold_its_parameters_are_refused() -> None:
+def test_hooks_inside_a_segment_that_hold_its_parameters_are_rejected() -> None:
     with pytest.raises(RuntimeError, match=r"segment block0: \d+ view\(s\) of its parameters still exist"):
         Streaming(chain_of(OwnHooks), "lazy").gradients()
 
@@ -144,7 +144,7 @@ def test_hooks_inside_a_segment_that_copy_are_let_be() -> None:
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
-def test_a_parameter_saved_as_another_type_is_refused() -> None:
+def test_a_parameter_saved_as_another_type_is_rejected() -> None:
     with pytest.raises(RuntimeError, match=r"int32.*shares memory with parameter blocks\.0\.weight"):
         Streaming(chain_of(OtherType), "lazy").gradients()
 

@@ -359,7 +359,7 @@ def test_a_loss_that_is_not_one_number_is_an_error() -> None:
 
 
 @pytest.mark.ci
-def test_the_command_refuses_with_a_sentence(tmp_path: Path) -> None:
+def test_the_command_rejects_with_a_sentence(tmp_path: Path) -> None:
     document = yaml.safe_load(SPEC)
     document["spec"]["model"] = {"source": {"claim": "models", "subPath": "gpt2"}}
     done = inspect_command(document, tmp_path)

@@ -149,7 +149,7 @@ def test_a_second_moment_above_0_never_becomes_0() -> None:
     assert widened(quantized(values, SIGNED), "exp_avg").tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_what_rounding_would_hold_is_what_is_refused() -> None:
+def test_what_rounding_would_hold_is_what_is_rejected() -> None:
     """Of both maps some number below 1 shrinks at the bound, half of the finest step of the one with a sign; with a
     quarter of that loss none would. (The 1 is the scale, which is exact.)"""
 
@@ -175,13 +175,13 @@ def test_the_size_of_a_chunk_changes_no_bit(rule: UpdateRule, chunk: int) -> Non
     assert outcome(optimizer, parameters, drive(optimizer, case)).difference(oracle(case)) == []
 
 
-def test_a_chunk_that_would_begin_inside_of_a_block_is_refused() -> None:
+def test_a_chunk_that_would_begin_inside_of_a_block_is_rejected() -> None:
     case, ledger = Case(torch.bfloat16, moments=MomentType.INT8), DeviceLedger(None)
     with pytest.raises(UserError, match=r"chunks of 1009 values.*must be multiples of 256"):
         offload(case.parameters(), case, split(1, 0, 0, 1009), LazyLanes(HostSlab(HOST_BYTES), ledger), ledger)
 
 
-def test_what_divides_parameters_elsewhere_is_refused() -> None:
+def test_what_divides_parameters_elsewhere_is_rejected() -> None:
     case = Case(torch.bfloat16, moments=MomentType.INT8)
     own = resident(case.parameters(), case)
     with pytest.raises(UserError, match=r"int8: .* share a scale.*use Ddp, or moments: bfloat16"):

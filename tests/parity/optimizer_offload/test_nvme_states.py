@@ -273,7 +273,7 @@ def test_volume_too_small_is_rejected_before_any_step_with_both_sizes() -> None:
     assert raised.value.details["wanted_bytes"] > 12 * 8652
 
 
-def test_shares_on_nvme_without_a_spill_file_are_refused() -> None:
+def test_shares_on_nvme_without_a_spill_file_are_rejected() -> None:
     case = Case(torch.bfloat16)
     host, ledger = memory()
     with pytest.raises(ValueError, match="no bytes for a spill file"):

@@ -170,24 +170,24 @@ def test_loaded_master_sets_the_parameter_rounded() -> None:
         assert torch.equal(dict(parameters)["norm"], value.bfloat16())
 
 
-def test_parameter_that_is_not_contiguous_is_refused_by_name() -> None:
+def test_parameter_that_is_not_contiguous_is_rejected_by_name() -> None:
     with pytest.raises(UserError, match="parameter up: strides"):
         ResidentOptimizer([("up", Parameter(torch.ones(3, 4).t()))], {}, SETTINGS, DeviceLedger(None))
 
 
-def test_parameter_on_another_device_is_refused_by_name() -> None:
+def test_parameter_on_another_device_is_rejected_by_name() -> None:
     named = [("up", Parameter(torch.ones(3))), ("down", Parameter(torch.ones(3, device="meta")))]
     with pytest.raises(UserError, match="parameter down: is on device meta, but the model's first parameter is on cpu"):
         ResidentOptimizer(named, {}, SETTINGS, DeviceLedger(None))
 
 
-def test_alias_with_a_storage_of_its_own_is_refused_by_name() -> None:
+def test_alias_with_a_storage_of_its_own_is_rejected_by_name() -> None:
     named = [("embedding", Parameter(torch.ones(2, 3))), ("head", Parameter(torch.ones(2, 3)))]
     with pytest.raises(UserError, match="head is declared as tied to embedding"):
         ResidentOptimizer(named, {"head": "embedding"}, SETTINGS, DeviceLedger(None))
 
 
-def test_sparse_gradient_is_refused_by_name() -> None:
+def test_sparse_gradient_is_rejected_by_name() -> None:
     for optimizer in both(Case(torch.float32)):
         with pytest.raises(UserError, match="parameter up: its gradient has dtype"):
             optimizer.take("up", torch.ones(83, 37).to_sparse())
@@ -229,7 +229,7 @@ def test_device_budget_too_small_for_states_is_rejected_before_any_step() -> Non
         offload(case.parameters(), case, split(0, 0, 1, 1024), LazyLanes(host, ledger), ledger)
 
 
-def test_host_budget_too_small_for_states_is_refused_before_the_first_step() -> None:
+def test_host_budget_too_small_for_states_is_rejected_before_the_first_step() -> None:
     case, host, ledger = Case(torch.bfloat16), HostSlab(50_000), DeviceLedger(None)
     with pytest.raises(HostOutOfMemory):
         offload(case.parameters(), case, split(1, 0, 0, 1024), LazyLanes(host, ledger), ledger)

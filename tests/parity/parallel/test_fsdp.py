@@ -132,7 +132,7 @@ def test_bfloat16_moments_are_those_of_ddp_and_resumed_as_they_are(found: dict[s
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_rank_with_the_most_rows_holds_no_more_than_planned(found: dict[str, Found], name: str) -> None:
-    """Three ranks, and no row count that three divides; its budgets are the plan, so that any byte more is refused."""
+    """Three ranks, and no row count that three divides; its budgets are the plan, so that any byte more is rejected."""
     planned = found[f"planned, {name}"]
     assert planned.exit_codes == [[0, 0, 0]], planned.logs
     for tier in Tier:

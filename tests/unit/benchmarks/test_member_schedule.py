@@ -218,7 +218,7 @@ def test_device_waits_for_the_longest_chain_unless_a_step_fits_the_wait() -> Non
     assert choose(TurnPolicy.READINESS, [longest, short, long], 2, 2) == 2, "another device has it"
 
 
-def test_a_schedule_that_cannot_be_is_refused_by_name() -> None:
+def test_a_schedule_that_cannot_be_is_rejected_by_name() -> None:
     with pytest.raises(ValueError, match="needs a device and a slot"):
         simulate([member()], replace(ONE_DEVICE, num_devices=0), TurnPolicy.READINESS)
     with pytest.raises(ValueError, match="member empty needs steps"):

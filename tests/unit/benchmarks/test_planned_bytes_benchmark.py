@@ -8,7 +8,7 @@ import yaml
 import planned_bytes
 from planned_bytes import JOBS, Row
 from spillway.api.load import parse_job
-from spillway.api.rejections import refusals
+from spillway.api.rejections import rejections
 from spillway.units import MIB
 
 
@@ -18,7 +18,7 @@ def test_there_are_25_jobs() -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_job_can_run_on_one_machine(name: str) -> None:
-    assert refusals(parse_job(yaml.safe_dump(JOBS[name].document), name)) == []
+    assert rejections(parse_job(yaml.safe_dump(JOBS[name].document), name)) == []
 
 
 @pytest.mark.parametrize(

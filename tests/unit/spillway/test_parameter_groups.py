@@ -15,7 +15,7 @@ def found(*groups: Group) -> dict[str, Group]:
     return groups_by_name(groups, NAMES, TIED)
 
 
-def refused(*patterns: str) -> str:
+def rejected(*patterns: str) -> str:
     with pytest.raises(UserError) as caught:
         found(*map(Group, patterns))
     return str(caught.value)
@@ -37,20 +37,20 @@ def test_the_first_group_that_matches_counts() -> None:
 
 
 def test_a_pattern_is_matched_whole_and_with_its_capitals() -> None:
-    assert "matches no trained parameter" in refused("norm")
-    assert "matches no trained parameter" in refused("Norm.weight")
+    assert "matches no trained parameter" in rejected("norm")
+    assert "matches no trained parameter" in rejected("Norm.weight")
 
 
-def test_a_group_without_parameters_is_refused_with_the_nearest_names() -> None:
-    told = refused("*", "layers.0.nrom.weight")
+def test_a_group_without_parameters_is_rejected_with_the_nearest_names() -> None:
+    told = rejected("*", "layers.0.nrom.weight")
     assert told.startswith(
         "spec.training.optimizer.groups[1].match = layers.0.nrom.weight: matches no trained parameter"
     )
     assert "similar among the 5 names: layers.0.norm.weight, layers.1.norm.weight" in told
 
 
-def test_a_group_whose_parameters_all_belong_to_earlier_ones_is_refused() -> None:
-    told = refused("layers.*", "layers.0.*")
+def test_a_group_whose_parameters_all_belong_to_earlier_ones_is_rejected() -> None:
+    told = rejected("layers.*", "layers.0.*")
     assert (
         "all parameters that match already belong to earlier groups (layers.0.norm.weight belongs to the group with "
         "match = layers.*)" in told
@@ -58,4 +58,4 @@ def test_a_group_whose_parameters_all_belong_to_earlier_ones_is_refused() -> Non
 
 
 def test_a_group_of_a_tied_alias_is_told_whom_to_match() -> None:
-    assert "head.weight is tied to embed_tokens.weight and updated with it" in refused("head.*")
+    assert "head.weight is tied to embed_tokens.weight and updated with it" in rejected("head.*")

@@ -38,7 +38,7 @@ def test_a_kubernetes_quantity_is_its_bytes_rounded_up(text: str, expected: int)
 
 
 @pytest.mark.parametrize("text", ["", "24GB", "24 Gi", "-1", "+1", "Gi", "1e", "1e999", "0x10", "1_000", "8Ei", "inf"])
-def test_what_is_no_quantity_is_refused(text: str) -> None:
+def test_what_is_no_quantity_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"quantity"):
         parse_quantity(text)
 

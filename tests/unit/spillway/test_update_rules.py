@@ -173,7 +173,7 @@ def test_small_budget_never_narrows_float32_moments_automatically() -> None:
     assert [type(found).__name__ for found in decided] == ["Infeasible", "MemoryPlan"]
 
 
-def test_a_mean_that_rounding_would_hold_is_refused() -> None:
+def test_a_mean_that_rounding_would_hold_is_rejected() -> None:
     assert told(moments="bfloat16", betas=["0.9", "0.99609375"]).beta2 == 0.99609375
     for fields in (
         {"betas": ["0.9", "0.999"]},
@@ -187,7 +187,7 @@ def test_a_mean_that_rounding_would_hold_is_refused() -> None:
     assert told(name="Lion", betas=["0.999", "0.99"], moments="bfloat16").beta1 == 0.999
 
 
-def test_what_rounding_would_hold_is_what_is_refused() -> None:
+def test_what_rounding_would_hold_is_what_is_rejected() -> None:
     """Every bfloat16 from 1 to 2, kept by the factor for a step and rounded: all shrink at the bound, and one stays a
     hundredth beyond it."""
     values = (torch.arange(128) / 128 + 1).bfloat16()

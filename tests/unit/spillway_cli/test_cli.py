@@ -1,4 +1,4 @@
-"""The command line itself: help, refusals, exit codes, documents. No trainer is started here."""
+"""The command line itself: help, rejections, exit codes, documents. No trainer is started here."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_every_wrong_field_is_named(job_file: Path, capsys: pytest.CaptureFixtur
     assert "spec.training.steps" in said and "sequenceLength?" in said and "Traceback" not in said
 
 
-def test_refused_job_leaves_nothing_behind(job_file: Path) -> None:
+def test_rejected_job_leaves_nothing_behind(job_file: Path) -> None:
     run(changed(job_file, ("steps: 80", "steps: -3")))
     assert [path.name for path in job_file.parent.iterdir()] == ["job.yaml"]
 
@@ -156,7 +156,7 @@ def unexpected_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*_: object) -> None:
         raise KeyError("surprise")
 
-    monkeypatch.setattr(local_run, "refuse_wrong_fields", broken)
+    monkeypatch.setattr(local_run, "reject_wrong_fields", broken)
     monkeypatch.setattr(cli.tempfile, "tempdir", str(tmp_path))
 
 
@@ -192,13 +192,13 @@ def test_unexpected_error_is_a_document_too(
     assert (error["exitCode"], error["reason"]) == (1, "Unexpected") and "KeyError" in error["message"]
 
 
-def test_what_the_system_refuses_is_a_sentence(
+def test_what_the_system_rejects_is_a_sentence(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "/private/text")
 
-    monkeypatch.setattr(local_run, "refuse_wrong_fields", denied)
+    monkeypatch.setattr(local_run, "reject_wrong_fields", denied)
     assert run(job_file) == ExitCode.USER_ERROR
     assert capsys.readouterr().err.startswith("spillway: /private/text: Permission denied")
 
@@ -260,7 +260,7 @@ def test_ctrl_c_in_a_command_is_a_sentence(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(local_run, "refuse_wrong_fields", interrupted)
+    monkeypatch.setattr(local_run, "reject_wrong_fields", interrupted)
     assert run(job_file, *words) == ExitCode.PREEMPTED
     printed = capsys.readouterr()
     assert "stopped on request" in (printed.out if words else printed.err)
@@ -300,7 +300,7 @@ def test_output_that_is_a_file_is_said_to_be_one(job_file: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["--output", ""], ["--output="], ["--output", "x", "--spill", ""]])
-def test_empty_value_is_refused_not_taken_for_the_current_directory(
+def test_empty_value_is_rejected_not_taken_for_the_current_directory(
     words: list[str], job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(job_file.parent)
@@ -322,14 +322,14 @@ def test_exit_code_outlives_a_closed_stderr() -> None:
 
 
 @pytest.mark.parametrize("command", [["plan", "--node", "cpu"], ["run", "--output", "out"]])
-def test_device_budget_of_zero_is_refused_as_in_the_job(
+def test_device_budget_of_zero_is_rejected_as_in_the_job(
     command: list[str], job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run_app([*command, str(job_file), "--device", "0"]) == ExitCode.USER_ERROR
     assert "--device 0: the memory budget of a device must be more than 0" in capsys.readouterr().err
 
 
-def test_metrics_port_in_use_is_refused_before_anything_starts(
+def test_metrics_port_in_use_is_rejected_before_anything_starts(
     job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("", 0)) as server:
@@ -344,7 +344,7 @@ def test_spill_directory_that_cannot_be_written_is_named(job_file: Path, capsys:
     assert f"--spill {job_file / 'spill'}: not writable" in capsys.readouterr().err
 
 
-def test_spill_directory_that_is_missing_is_refused_and_not_made(
+def test_spill_directory_that_is_missing_is_rejected_and_not_made(
     job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slip = job_file.parent / "nvmee" / "spill"
@@ -353,14 +353,14 @@ def test_spill_directory_that_is_missing_is_refused_and_not_made(
     assert not slip.parent.exists()
 
 
-@pytest.mark.parametrize(("kind", "is_refused"), [("tmpfs", True), ("ramfs", True), ("ext4", False)])
-def test_spill_directory_in_memory_is_refused(
-    job_file: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_refused: bool
+@pytest.mark.parametrize(("kind", "is_rejected"), [("tmpfs", True), ("ramfs", True), ("ext4", False)])
+def test_spill_directory_in_memory_is_rejected(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_rejected: bool
 ) -> None:
     mounts = f"/dev/a / ext4 rw 0 0\nx {job_file.parent} {kind} rw 0 0\n"
     monkeypatch.setattr(volumes, "read_text", lambda path: mounts)
     (job_file.parent / "spill").mkdir()
-    if not is_refused:
+    if not is_rejected:
         assert run_command.spill_directories([job_file.parent / "spill"])
         return
     with pytest.raises(UserError, match=rf"--spill .*spill: is in memory \({kind}\), so spilled bytes"):
@@ -372,7 +372,7 @@ def in_memory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(volumes, "read_text", lambda path: mounts)
 
 
-def test_run_that_would_spill_beside_an_output_in_memory_is_refused(
+def test_run_that_would_spill_beside_an_output_in_memory_is_rejected(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_memory(job_file.parent, monkeypatch)
@@ -383,7 +383,7 @@ def test_run_that_would_spill_beside_an_output_in_memory_is_refused(
     assert not (job_file.parent / "out" / "job.json").exists(), "nothing was trained"
 
 
-def test_demo_whose_output_lies_in_memory_is_refused(
+def test_demo_whose_output_lies_in_memory_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_memory(tmp_path, monkeypatch)
@@ -397,17 +397,17 @@ def test_an_output_in_memory_is_no_matter_where_nothing_is_spilled(
     in_memory(tmp_path, monkeypatch)
     plan = make_plan(job(), local_node(6, 4 * GIB, 4 * GIB, GIB), explained=False)
     assert plan.slab_bytes(Tier.NVME) == 0
-    local_run.refuse_spill_in_memory(tmp_path, plan, "")
+    local_run.reject_spill_in_memory(tmp_path, plan, "")
 
 
-def test_spill_directory_that_is_given_twice_is_refused(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_spill_directory_that_is_given_twice_is_rejected(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fast = job_file.parent / "fast"
     fast.mkdir()
     assert run(job_file, "--spill", str(fast), "--spill", f"{fast}/../fast") == ExitCode.USER_ERROR
     assert f"--spill {fast}: given twice; name each volume's directory once" in capsys.readouterr().err
 
 
-def test_vocabulary_too_small_for_text_is_refused_before_anything_starts(
+def test_vocabulary_too_small_for_text_is_rejected_before_anything_starts(
     job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(changed(job_file, ("vocabSize: 4096", "vocabSize: 256"))) == ExitCode.USER_ERROR
@@ -415,7 +415,7 @@ def test_vocabulary_too_small_for_text_is_refused_before_anything_starts(
     assert not (job_file.parent / "out").exists()
 
 
-def test_budget_that_is_no_quantity_is_refused(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_budget_that_is_no_quantity_is_rejected(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(job_file, "--device", "many") == ExitCode.USER_ERROR
     assert "--device" in capsys.readouterr().err
 
@@ -434,7 +434,7 @@ def test_no_traceback_without_a_run_directory(tmp_path: Path, capsys: pytest.Cap
     assert "no run here" in capsys.readouterr().err
 
 
-def test_demo_refuses_a_directory_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_rejects_a_directory_of_somebody_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis.tex").touch()
     assert cli.run_app(["demo", "--output", str(tmp_path)]) == ExitCode.USER_ERROR
     assert (tmp_path / "thesis.tex").exists()
@@ -452,7 +452,7 @@ def test_demo_refuses_a_directory_of_somebody_else(tmp_path: Path, capsys: pytes
         (["corpus=/", "corpus=/"], "given twice"),
     ],
 )
-def test_wrong_claim_is_refused(texts: list[str], problem: str) -> None:
+def test_wrong_claim_is_rejected(texts: list[str], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         local_run.parse_claims(texts)
 
@@ -554,7 +554,7 @@ WIDER = ("hiddenSize: 256", "hiddenSize: 512")
 def test_a_job_that_never_trained_does_not_bind_its_directory(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "epoch-1.json").write_text("{}")
-    local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(WIDER), job_json(tiny_job()))
+    local_run.reject_another_run(RunDirectory(tmp_path), tiny_job(WIDER), job_json(tiny_job()))
 
 
 def made_of_text(directory: Path) -> Path:
@@ -573,9 +573,9 @@ def test_what_an_untrained_start_made_of_its_text_is_removed(tmp_path: Path) -> 
     for file in (notes / "index.json", plan):
         file.parent.mkdir(parents=True)
         file.write_text("{}")
-    local_run.refuse_another_run(run, tiny_job(), job_json(tiny_job()))
+    local_run.reject_another_run(run, tiny_job(), job_json(tiny_job()))
     assert all(corpus.is_dir() for corpus in corpora) and plan.is_file(), "the same job uses them again"
-    local_run.refuse_another_run(run, tiny_job(WIDER), job_json(tiny_job()))
+    local_run.reject_another_run(run, tiny_job(WIDER), job_json(tiny_job()))
     assert not any(corpus.exists() for corpus in corpora) and not plan.exists() and notes.is_dir()
 
 
@@ -584,22 +584,22 @@ def test_text_that_a_start_was_rejected_for_may_be_corrected(tmp_path: Path) -> 
     corpus, end = made_of_text(tmp_path / "corpus"), {"event": "end", "time": 1.0, "step": 0, "message": ""}
     for code, stays in ((137, True), (64, False)):
         (tmp_path / "run.jsonl").write_text(json.dumps(end | {"reason": "", "exit_code": code}) + "\n")
-        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(), job_json(tiny_job()))
+        local_run.reject_another_run(RunDirectory(tmp_path), tiny_job(), job_json(tiny_job()))
         assert corpus.exists() == stays
 
 
 def test_a_checkpoint_binds_its_directory(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-4.e1").mkdir(parents=True)
     with pytest.raises(UserError, match="contains a run that this job does not continue"):
-        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(WIDER), job_json(tiny_job()))
+        local_run.reject_another_run(RunDirectory(tmp_path), tiny_job(WIDER), job_json(tiny_job()))
 
 
 def test_directory_of_another_run_lists_every_field_and_both_values(tmp_path: Path) -> None:
     batches = ("sequenceLength: 256, globalBatchSize: 8", "sequenceLength: 128, globalBatchSize: 16")
     other = tiny_job(WIDER, ("numLayers: 6", "numLayers: 4"), ("steps: 80", "steps: 80, seed: 7"), batches)
-    with pytest.raises(UserError) as refused:
-        local_run.refuse_another_run(trained(tmp_path), other, job_json(tiny_job()))
-    first, *fields, last = str(refused.value).splitlines()
+    with pytest.raises(UserError) as rejected:
+        local_run.reject_another_run(trained(tmp_path), other, job_json(tiny_job()))
+    first, *fields, last = str(rejected.value).splitlines()
     assert first.endswith("contains a run that this job does not continue:") and "name another directory" in last
     assert [field.strip() for field in fields] == [
         "spec.model.config.hiddenSize was 256, is now 512",
@@ -615,7 +615,7 @@ CHANGES = "optimizer: {learningRate: '2e-3'}, schedule: {name: Linear, warmupSte
 
 def test_steps_schedule_and_rate_may_change_and_are_said(tmp_path: Path) -> None:
     extended = tiny_job(("steps: 80", f"steps: 90, {CHANGES}"))
-    assert local_run.refuse_another_run(trained(tmp_path), extended, job_json(tiny_job())) == [
+    assert local_run.reject_another_run(trained(tmp_path), extended, job_json(tiny_job())) == [
         "spec.training.optimizer.learningRate was 0.0003, is now 0.002",
         "spec.training.schedule.finalFraction was 0.1, is now 0.0",
         "spec.training.schedule.name was Cosine, is now Linear",
@@ -631,9 +631,9 @@ def test_fewer_steps_than_are_trained_are_rejected(tmp_path: Path, trace: str) -
         run.log.write_text(json.dumps(step_line(40, 1.0)) + "\n")
     else:
         (run.checkpoints / "step-40.e1").mkdir(parents=True)
-    local_run.refuse_another_run(run, tiny_job(("steps: 80", "steps: 40")), job_json(tiny_job()))
+    local_run.reject_another_run(run, tiny_job(("steps: 80", "steps: 40")), job_json(tiny_job()))
     with pytest.raises(UserError, match=r"spec\.training\.steps is 39, but 40 steps are already trained"):
-        local_run.refuse_another_run(run, tiny_job(("steps: 80", "steps: 39")), job_json(tiny_job()))
+        local_run.reject_another_run(run, tiny_job(("steps: 80", "steps: 39")), job_json(tiny_job()))
 
 
 def test_interrupted_run_whose_checkpoints_are_gone_is_rejected(
@@ -650,14 +650,14 @@ def test_interrupted_run_whose_checkpoints_are_gone_is_rejected(
     assert not (output / "attempts").exists()
 
 
-def test_directory_of_another_name_is_refused(tmp_path: Path) -> None:
+def test_directory_of_another_name_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metadata\.name was other, is now tiny"):
-        local_run.refuse_another_run(trained(tmp_path), tiny_job(), job_json(tiny_job(), name="other"))
+        local_run.reject_another_run(trained(tmp_path), tiny_job(), job_json(tiny_job(), name="other"))
 
 
 def test_budgets_may_change_between_invocations(tmp_path: Path) -> None:
     smaller = tiny_job(("device: 64Mi", "device: 48Mi"), ("policy: Nvme", "policy: Host"))
-    local_run.refuse_another_run(trained(tmp_path), smaller, job_json(tiny_job()))
+    local_run.reject_another_run(trained(tmp_path), smaller, job_json(tiny_job()))
 
 
 def sweep_job(names: str, halving: int | None = None, **rates: str) -> TrainingJob:
@@ -683,9 +683,9 @@ def trained_sweep(directory: Path, *events: str) -> RunDirectory:
 def test_a_sweep_that_has_trained_keeps_what_its_members_are(tmp_path: Path) -> None:
     run, earlier = trained_sweep(tmp_path, member_event("a", "parked", 3)), job_json(sweep_job("ab"))
     with pytest.raises(UserError, match=r"spec\.members\.b\.training\.optimizer\.learningRate was 1e-3, is now 2e-3"):
-        local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), earlier)
+        local_run.reject_another_run(run, sweep_job("ab", b="2e-3"), earlier)
     with pytest.raises(UserError, match=r"spec\.objective\.halving was absent, is now 5"):
-        local_run.refuse_another_run(run, sweep_job("ab", halving=5), earlier)
+        local_run.reject_another_run(run, sweep_job("ab", halving=5), earlier)
 
 
 def test_a_sweep_where_one_run_was_trained_is_said_first(tmp_path: Path) -> None:
@@ -695,22 +695,22 @@ def test_a_sweep_where_one_run_was_trained_is_said_first(tmp_path: Path) -> None
     with pytest.raises(
         UserError, match=r"continue:\n  spec\.members: a sweep was trained there, but this job is one run"
     ):
-        local_run.refuse_another_run(run, alone, job_json(one))
+        local_run.reject_another_run(run, alone, job_json(one))
 
 
 def test_members_join_and_leave_a_sweep_without_rounds(tmp_path: Path) -> None:
     run = trained_sweep(tmp_path, member_event("a", "parked", 3))
-    local_run.refuse_another_run(run, sweep_job("bc"), job_json(sweep_job("ab")))
+    local_run.reject_another_run(run, sweep_job("bc"), job_json(sweep_job("ab")))
     with pytest.raises(UserError, match=r"spec\.members\.a was"):
-        local_run.refuse_another_run(run, sweep_job("bc", halving=5), job_json(sweep_job("ab", halving=5)))
+        local_run.reject_another_run(run, sweep_job("bc", halving=5), job_json(sweep_job("ab", halving=5)))
 
 
 def test_a_sweep_of_which_no_member_trained_does_not_bind_its_directory(tmp_path: Path) -> None:
     run = trained_sweep(tmp_path, member_event("a", "started", 0), member_event("a", "failed", 0))
-    local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
+    local_run.reject_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
     (tmp_path / "checkpoints" / "members" / "a" / "step-1.e1").mkdir(parents=True)
     with pytest.raises(UserError, match="contains a run that this job does not continue"):
-        local_run.refuse_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
+        local_run.reject_another_run(run, sweep_job("ab", b="2e-3"), job_json(sweep_job("ab")))
 
 
 def test_sweep_is_complete_only_when_every_listed_member_has_ended(tmp_path: Path) -> None:
@@ -732,20 +732,20 @@ def test_a_sweep_without_rounds_may_be_given_more_steps(tmp_path: Path) -> None:
     end = json.dumps({"event": "end", "time": 2.0, "step": 160, "reason": "Completed", "exit_code": 0, "message": ""})
     run = trained_sweep(tmp_path, member_event("a", "completed", 80), member_event("b", "completed", 80), end + "\n")
     extended, earlier = longer(sweep_job("ab"), 90), job_json(sweep_job("ab"))
-    changed = local_run.refuse_another_run(run, extended, earlier)
+    changed = local_run.reject_another_run(run, extended, earlier)
     assert changed == ["spec.training.steps was 80, is now 90"]
     assert local_run.is_complete(run, sweep_job("ab")) and not local_run.is_complete(run, extended)
     with pytest.raises(UserError, match="steps of member a is 70, but 80 steps are already trained"):
-        local_run.refuse_another_run(run, longer(sweep_job("ab"), 70), earlier)
+        local_run.reject_another_run(run, longer(sweep_job("ab"), 70), earlier)
     rounds = job_json(sweep_job("ab", halving=5))
     with pytest.raises(UserError, match="steps was 80, is now 90"):
-        local_run.refuse_another_run(run, longer(sweep_job("ab", halving=5), 90), rounds)
+        local_run.reject_another_run(run, longer(sweep_job("ab", halving=5), 90), rounds)
 
 
-def test_checkpoints_without_a_job_file_are_refused(tmp_path: Path) -> None:
+def test_checkpoints_without_a_job_file_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match=r"no job\.json"):
-        local_run.refuse_another_run(RunDirectory(tmp_path), tiny_job(), None)
+        local_run.reject_another_run(RunDirectory(tmp_path), tiny_job(), None)
 
 
 def test_resumed_run_keeps_its_uid_and_threads(tmp_path: Path) -> None:
@@ -873,8 +873,8 @@ def test_report_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
 def test_summary_without_a_step_shows_no_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = RunDirectory(tmp_path)
     write_atomic(directory.plan_file, made_plan().model_dump_json())
-    refused = Attempt(1, 64, "UserError", "no text")
-    assert run_command.finish(directory, tiny_job(), [refused], Format.TEXT) == 64
+    rejected = Attempt(1, 64, "UserError", "no text")
+    assert run_command.finish(directory, tiny_job(), [rejected], Format.TEXT) == 64
     printed = capsys.readouterr().out
     assert "0 of 80" in printed and "not finite" not in printed
 
@@ -905,7 +905,7 @@ def test_nodes_and_devices_are_used_when_ranks_stand_for_as_many() -> None:
     assert local_run.unused_fields(job.spec, num_ranks=2) == counts == local_run.unused_fields(job.spec)
 
 
-def test_ranks_that_cannot_share_the_batch_are_refused(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_cannot_share_the_batch_are_rejected(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(job_file, "--ranks", "3") == 64
     assert "globalBatchSize = 8: must be a multiple of microBatchSize x ranks (2 x 3)" in capsys.readouterr().err
 

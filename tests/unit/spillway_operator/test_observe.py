@@ -211,7 +211,7 @@ def test_pods_are_those_that_the_attempts_job_controls() -> None:
     with_cluster(scenario)
 
 
-def refused_pod(job_uid: str, note: str, second: int, reason: str = "FailedCreate") -> dict[str, Any]:
+def rejected_pod(job_uid: str, note: str, second: int, reason: str = "FailedCreate") -> dict[str, Any]:
     """The Job controller's event, as events.k8s.io shows it."""
     return {
         "metadata": {"name": f"demo-1.{second}{reason}"},
@@ -230,24 +230,24 @@ def test_missing_pods_are_explained_by_the_newest_event_of_their_job() -> None:
         bench.store.put_job(put_job(api))
         put_attempt(bench, api, active=0)
         uid = api.get("jobs", "demo-1")["metadata"]["uid"]
-        assert (await bench.look("pods")).observed.pods_refusal == ""
+        assert (await bench.look("pods")).observed.pods_rejection == ""
         forbidden = 'Error creating: pods "demo-1-0-{}" is forbidden: {}'
-        api.put("events", refused_pod(uid, forbidden.format("x7k2p", "exceeded quota: small, used: pods=1"), 30))
-        api.put("events", refused_pod(uid, forbidden.format("bbbbb", "exceeded quota: of long ago"), 10))
-        api.put("events", refused_pod(uid, "Created pod: demo-1-0-x7k2p", 50, "SuccessfulCreate"))
-        api.put("events", refused_pod("uid-of-another", "Error creating: of another job", 55))
-        assert (await bench.look("pods")).observed.pods_refusal == "exceeded quota: small, used: pods=1"
-        assert (await bench.look()).observed.pods_refusal == "", "not asked for"
-        api.put("events", refused_pod(uid, 'Error creating: admission webhook "w" denied the request: no', 57))
-        assert (await bench.look("pods")).observed.pods_refusal == 'admission webhook "w" denied the request: no'
+        api.put("events", rejected_pod(uid, forbidden.format("x7k2p", "exceeded quota: small, used: pods=1"), 30))
+        api.put("events", rejected_pod(uid, forbidden.format("bbbbb", "exceeded quota: of long ago"), 10))
+        api.put("events", rejected_pod(uid, "Created pod: demo-1-0-x7k2p", 50, "SuccessfulCreate"))
+        api.put("events", rejected_pod("uid-of-another", "Error creating: of another job", 55))
+        assert (await bench.look("pods")).observed.pods_rejection == "exceeded quota: small, used: pods=1"
+        assert (await bench.look()).observed.pods_rejection == "", "not asked for"
+        api.put("events", rejected_pod(uid, 'Error creating: admission webhook "w" denied the request: no', 57))
+        assert (await bench.look("pods")).observed.pods_rejection == 'admission webhook "w" denied the request: no'
         combined = "(combined from similar events): " + forbidden.format("ccccc", "exceeded quota: again")
-        api.put("events", refused_pod(uid, combined, 58))
-        assert (await bench.look("pods")).observed.pods_refusal == "exceeded quota: again"
+        api.put("events", rejected_pod(uid, combined, 58))
+        assert (await bench.look("pods")).observed.pods_rejection == "exceeded quota: again"
         api.fail("GET", "/events", 403)
-        assert (await bench.look("pods")).observed.pods_refusal == "", "not ours to see"
+        assert (await bench.look("pods")).observed.pods_rejection == "", "not ours to see"
         api.put("pods", pod(1, 0))
         api.requests.clear()
-        assert (await bench.look("pods")).observed.pods_refusal == ""
+        assert (await bench.look("pods")).observed.pods_rejection == ""
         assert api.count("GET", "/events") == 0, "no pod is missing: nothing to ask"
 
     with_cluster(scenario)
@@ -267,7 +267,7 @@ def test_a_pod_that_the_kubelet_cannot_start_is_explained_by_its_newest_warning(
             (30, "Warning", "FailedMount", 'configmap "code" not found'),
             (40, "Normal", "Pulled", "image is there"),
         ):
-            event = refused_pod(uid, note, second, reason)
+            event = rejected_pod(uid, note, second, reason)
             api.put("events", event | {"type": type_, "regarding": {"kind": "Pod", "uid": uid}})
         [seen] = (await bench.look("pods")).observed.pods or ()
         assert seen.waiting == 'FailedMount: configmap "code" not found'
@@ -451,10 +451,10 @@ def test_without_the_right_to_list_nodes_there_is_no_view_of_them() -> None:
         blind.store.put_job(put_job(api))
         assert (await blind.look()).observed.cluster.nodes is None
         assert api.count("GET", "/nodes") == 0
-        refused = Bench(client, node_reader=True)
-        refused.store.put_job(put_job(api))
+        rejected = Bench(client, node_reader=True)
+        rejected.store.put_job(put_job(api))
         api.fail("GET", "/nodes", 403)
-        assert (await refused.look()).observed.cluster.nodes is None
+        assert (await rejected.look()).observed.cluster.nodes is None
 
     with_cluster(scenario)
 

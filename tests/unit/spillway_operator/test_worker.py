@@ -205,7 +205,7 @@ def test_a_foreign_object_with_a_childs_name_is_said_and_left_alone() -> None:
     on_a_bench(scenario)
 
 
-def test_a_refused_child_is_said_in_the_servers_words() -> None:
+def test_a_rejected_child_is_said_in_the_servers_words() -> None:
     async def scenario(bench: Bench) -> None:
         bench.api.fail("POST", "jobs", 403, times=2)
         await bench.look()

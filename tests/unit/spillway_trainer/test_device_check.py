@@ -135,7 +135,7 @@ def test_a_fault_has_its_exit_code() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_cuda_plan_is_refused_where_no_device_is() -> None:
+def test_a_cuda_plan_is_rejected_where_no_device_is() -> None:
     plan = local_runs.spread_plan().model_copy(update={"device": "Cuda"})
     with pytest.raises(
         UserError, match=r"for Cuda devices, but rank 3 of this node finds only 0 of them; give the pod"

@@ -93,7 +93,7 @@ def test_an_unwritable_termination_message_is_no_second_failure(
     assert "not written" in capsys.readouterr().out
 
 
-def test_a_device_whose_allocator_refuses_is_device_memory_that_ran_out() -> None:
+def test_a_device_whose_allocator_rejects_is_device_memory_that_ran_out() -> None:
     """Also where the model allocates by itself, past our ledger; torch's advice behind the first line is left out."""
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
     ending = ending_of(error)

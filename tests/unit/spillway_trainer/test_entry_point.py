@@ -130,7 +130,7 @@ def changed(part: Any, **values: object) -> Any:
 
 
 @pytest.mark.parametrize("what", WRONG_PLANS)
-def test_a_plan_for_another_job_is_refused_in_a_sentence(tmp_path: Path, what: str) -> None:
+def test_a_plan_for_another_job_is_rejected_in_a_sentence(tmp_path: Path, what: str) -> None:
     job = local_runs.job_file(tmp_path, tmp_path / "text", tmp_path / "corpus", epoch=1)
     config.check_plan(job, PLAN, num_segments=6)
     with pytest.raises(config.UserError, match=what):
@@ -148,11 +148,11 @@ def test_in_a_cluster_a_directory_of_another_job_is_not_trained_in(tmp_path: Pat
 
 
 def test_old_checkpoints_that_stay_cost_no_new_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def refuse(keep: int, best_step: int) -> None:
+    def reject(keep: int, best_step: int) -> None:
         raise CheckpointNotWritten("old checkpoints not removed")
 
     spec = SimpleNamespace(checkpoint=SimpleNamespace(keep=2, keep_best=False))
-    nothing = SimpleNamespace(states=dict, divided=None, prune=refuse, spec=spec)
+    nothing = SimpleNamespace(states=dict, divided=None, prune=reject, spec=spec)
     committed = SimpleNamespace(manifest=SimpleNamespace(nbytes=7, state=RunProgress(step=3)))
     monkeypatch.setattr(run_job.checkpoint, "save", lambda *_, stay: committed)
     monkeypatch.setattr(run_job.RunCheckpoints, "_state", lambda _, progress: progress)

@@ -16,7 +16,7 @@ from spillway.units import GIB, MIB
 from spillway_trainer import probe
 
 
-def test_a_full_disk_is_refused_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_rejected_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=100, f_frsize=MIB))
     with pytest.raises(SpillVolumeFull, match=r"100 MiB free, but the probe writes 64.0 MiB"):
         probe.disk(tmp_path, 64 * MIB)

@@ -139,7 +139,7 @@ def test_buckets_hold_every_gradient_once_and_large_ones_by_themselves(size: int
     assert torch.cat(gradients).tolist() == list(range(100, 122)), "pieces are the gradients' own memory"
 
 
-def refused(error: SpillwayError) -> SpillwayError:
+def rejected(error: SpillwayError) -> SpillwayError:
     """`error` of rank 0 as another rank raises it."""
 
     def work() -> str:
@@ -161,7 +161,7 @@ def refused(error: SpillwayError) -> SpillwayError:
     ids=lambda error: type(error).__name__,
 )
 def test_the_error_of_rank_0_is_raised_by_the_others_as_it_is(error: SpillwayError) -> None:
-    theirs = refused(error)
+    theirs = rejected(error)
     assert (type(theirs), str(theirs), theirs.details) == (type(error), str(error), error.details)
     assert ending_of(theirs) == ending_of(error)
 

@@ -97,12 +97,12 @@ class NumberedBatches:
 
 
 class ListedCheckpoints:
-    def __init__(self, refuse: bool = False) -> None:
+    def __init__(self, reject: bool = False) -> None:
         self.steps: list[int] = []
-        self.refuse = refuse
+        self.reject = reject
 
     def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
-        if self.refuse:
+        if self.reject:
             return Written(progress.step, missed=CheckpointNotWritten("the disk is full"))
         self.steps.append(progress.step)
         return Written(progress.step, 1, 0.5, 0.5)
@@ -118,14 +118,14 @@ class Loop:
         self,
         path: Path,
         norms: list[float] | None = None,
-        refuse: bool = False,
+        reject: bool = False,
         loss_scale: LossScaler | None = None,
         loss: float | None = None,
         **settings: Any,
     ) -> None:
         self.optimizer = CountingOptimizer(norms or [])
         self.batches = NumberedBatches()
-        self.checkpoints = ListedCheckpoints(refuse)
+        self.checkpoints = ListedCheckpoints(reject)
         self.progress, self.stop = RunProgress(), StopRequest()
         defaults: dict[str, Any] = {
             "num_steps": 5, "micro_batch_size": 2, "num_micro_batches": 3, "gradient_clipping": None,
@@ -313,8 +313,8 @@ class StoppingBatches(NumberedBatches):
 class StoppingCheckpoints(ListedCheckpoints):
     """SIGTERM comes while a checkpoint is written."""
 
-    def __init__(self, stop: StopRequest, refuse: bool = False) -> None:
-        super().__init__(refuse)
+    def __init__(self, stop: StopRequest, reject: bool = False) -> None:
+        super().__init__(reject)
         self.stop = stop
 
     def commit(self, progress: RunProgress, *, behind: bool) -> Written | None:
@@ -341,9 +341,9 @@ def test_stop_request_during_a_checkpoint_ends_with_that_checkpoint(tmp_path: Pa
     assert (checkpoints.steps, stopped.value.details) == ([2], {"savedStep": 2})
 
 
-def test_a_stop_request_while_a_checkpoint_is_refused_takes_the_next_one(tmp_path: Path) -> None:
+def test_a_stop_request_while_a_checkpoint_is_rejected_takes_the_next_one(tmp_path: Path) -> None:
     loop = Loop(tmp_path, checkpoint_every=2)
-    loop.run = replace(loop.run, checkpoints=StoppingCheckpoints(loop.stop, refuse=True))
+    loop.run = replace(loop.run, checkpoints=StoppingCheckpoints(loop.stop, reject=True))
     with pytest.raises(CheckpointNotWritten):  # that of step 3: a stop without a checkpoint is none
         loop.train()
     assert loop.progress.step == 3
@@ -369,8 +369,8 @@ def test_sigterm_before_training_ends_the_attempt_at_once(listening: StopRequest
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_refused_checkpoint_in_mid_run_is_recorded_and_training_goes_on(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, num_steps=3, refuse=True)
+def test_a_rejected_checkpoint_in_mid_run_is_recorded_and_training_goes_on(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, num_steps=3, reject=True)
     with pytest.raises(CheckpointNotWritten):  # the last one is not optional
         loop.train()
     assert loop.progress.step == 3
@@ -440,10 +440,10 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_one_that_the_disk_refused_behind_training_is_missed_with_its_own_step(tmp_path: Path) -> None:
-    refused = {2: CheckpointNotWritten("the disk is full")}
+def test_one_that_the_disk_rejected_behind_training_is_missed_with_its_own_step(tmp_path: Path) -> None:
+    rejected = {2: CheckpointNotWritten("the disk is full")}
     loop = Loop(tmp_path)
-    order = behind(loop, BehindCheckpoints(ends=refused))
+    order = behind(loop, BehindCheckpoints(ends=rejected))
     assert loop.run.recorder.num_missed == 1, "which /metrics shows"
     assert order[2:4] == ["step 3", "checkpoint_missed 2"] and order[-1] == "checkpoint 5"
 
@@ -483,11 +483,11 @@ def test_a_stop_request_while_one_is_written_behind_commits_both(tmp_path: Path)
     assert stopped.value.details == {"savedStep": 5}
 
 
-def test_a_stop_request_whose_own_checkpoint_is_refused_takes_the_next_step(tmp_path: Path) -> None:
+def test_a_stop_request_whose_own_checkpoint_is_rejected_takes_the_next_step(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
-    refused = {2: CheckpointNotWritten("the disk is full")}
+    rejected = {2: CheckpointNotWritten("the disk is full")}
     with pytest.raises(Preempted) as stopped:
-        behind(loop, BehindCheckpoints(polls=100, ends=refused, stop=loop.stop))
+        behind(loop, BehindCheckpoints(polls=100, ends=rejected, stop=loop.stop))
     assert order_of(tmp_path)[-3:] == ["checkpoint_missed 2", "step 3", "checkpoint 3"]
     assert stopped.value.details == {"savedStep": 3}
 

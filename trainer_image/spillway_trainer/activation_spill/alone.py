@@ -39,7 +39,7 @@ from ..tiers.host_slab import HostSlab
 from ..tiers.lanes import CpuLanes
 from ..tiers.nvme_slab import NvmeSlab
 from ..tiers.spill_file import SpillFile
-from ..tiers.volumes import refuse_memory
+from ..tiers.volumes import reject_memory
 from .lean import Forward, Wanted, wanted
 from .rebuilding import OperatorTape
 from .store import SavedBatch, SpillStore
@@ -99,7 +99,7 @@ class Spilling:
                 raise UserError(
                     f"{name} is on {tensor.device}: Spilling supports CPU tensors only; move the model to the CPU"
                 )
-        refuse_memory(Path(directory), f"Spilling in {directory}")
+        reject_memory(Path(directory), f"Spilling in {directory}")
         self._module = module
         self._kept_bytes = max(0, device_bytes - 2 * transfer_bytes)
         self._spills_all = device_bytes == 0

@@ -236,7 +236,7 @@ class Charge:
         self._ledger, self._nbytes = ledger, nbytes
 
     def __del__(self) -> None:
-        if hasattr(self, "_nbytes"):  # else the charge was refused
+        if hasattr(self, "_nbytes"):  # else the charge was rejected
             self._ledger.release(ACTIVATIONS, self._nbytes)
 
 

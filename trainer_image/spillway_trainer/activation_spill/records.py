@@ -184,7 +184,7 @@ class Record:
 
     def __del__(self) -> None:
         if not hasattr(self, "offset"):
-            return  # the charge was refused
+            return  # the charge was rejected
         UntypedStorage._free_weak_ref(self._storage_address)  # type: ignore[no-untyped-call]
         if self._charge is not None:
             self._ledger.release_saved(self._charge)
@@ -245,7 +245,7 @@ class Sources(Region):
         self._is_retained = False
 
     def retain(self) -> None:
-        """Keeps the sources, because the tier that they were written to refused them: dropping does nothing until they
+        """Keeps the sources, because the tier that they were written to rejected them: dropping does nothing until they
         are taken back."""
         self._is_retained = True
 

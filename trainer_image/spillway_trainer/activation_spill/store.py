@@ -111,7 +111,7 @@ class SpillStore:
         """Submits the copies of `records`; waits while more than the window is in flight. None if NVMe no longer takes
         them and host memory has no room either: then they stay on the device."""
         if answer is Policy.NVME:
-            assert self._nvme is not None, "build() refuses such a plan"
+            assert self._nvme is not None, "build() rejects such a plan"
             transfer = self._spill(self._nvme, segment, records)
         else:
             transfer = self._offload_or_keep(segment, records)

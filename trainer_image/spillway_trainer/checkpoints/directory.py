@@ -241,7 +241,7 @@ class Pending(Part):
             self.files.write(self.path / MANIFEST, [memoryview(manifest.to_bytes())])
             self.files.sync_directory(self.path)
             epoch.check_fence()
-            _refuse_existing(target)
+            _reject_existing(target)
             self.files.rename(self.path, target)
             self.files.sync_directory(epoch.directory)
         epoch.parent = self.name
@@ -317,11 +317,11 @@ class Epoch:
         """Yields a checkpoint to fill and commit. If the block ends before the commit, for any reason, nothing is left
         behind.
 
-        Raises CheckpointNotWritten when the disk refuses (full, read-only) or the name is taken, and Fenced.
+        Raises CheckpointNotWritten when the disk rejects (full, read-only) or the name is taken, and Fenced.
         """
         self.check_fence()
         pending = Pending(self, CheckpointName(epoch=self.number, step=step))
-        _refuse_existing(self.directory / str(pending.name))
+        _reject_existing(self.directory / str(pending.name))
         with not_written(self.directory / str(pending.name)), self.files.temporary_directory(pending.path):
             yield pending
 
@@ -503,7 +503,7 @@ def not_written(target: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_existing(target: Path) -> None:
+def _reject_existing(target: Path) -> None:
     if target.exists():
         raise CheckpointNotWritten(
             f"{target}: a checkpoint with this name already exists and is never overwritten; move it to another "

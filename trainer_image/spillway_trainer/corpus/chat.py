@@ -105,7 +105,7 @@ class Renderer:
             document = json.loads(line)
         except ValueError as error:
             raise UserError(f"not valid JSON: {error}; each line must be {FORMS}") from error
-        self._refuse_special(document)
+        self._reject_special(document)
         match document:
             case {"messages": list() as messages}:
                 return self._conversation(document, _checked(messages, "messages"))
@@ -207,7 +207,7 @@ class Renderer:
             )
         return found
 
-    def _refuse_special(self, document: object) -> None:
+    def _reject_special(self, document: object) -> None:
         fields = document if isinstance(document, dict) else {}
         for name in ("messages", "prompt", "completion", "tools", "chat_template_kwargs"):
             given = fields.get(name)

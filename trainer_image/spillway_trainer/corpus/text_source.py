@@ -206,7 +206,7 @@ def entry_point(name: str) -> TextSource:
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
     """Yields the names of the files under `root`, sorted. Leaves out hidden directories, those of `left_out`, and links
     that lead out of `root`."""
-    for directory, subdirectories, files in os.walk(root, onerror=_refuse_unreadable):
+    for directory, subdirectories, files in os.walk(root, onerror=_reject_unreadable):
         subdirectories[:] = sorted(name for name in subdirectories if name not in left_out and name[0] != ".")
         for name in sorted(files):
             path = Path(directory, name)
@@ -215,7 +215,7 @@ def _walk(root: Path, left_out: frozenset[str]) -> Iterator[str]:
                 yield str(path.relative_to(root))
 
 
-def _refuse_unreadable(error: OSError) -> None:
+def _reject_unreadable(error: OSError) -> None:
     raise UserError(
         f"cannot read {error.filename}: {error.strerror}; make this directory readable, or move it out of the data"
     )

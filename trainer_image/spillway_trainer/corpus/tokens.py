@@ -58,7 +58,7 @@ CHAT_INDEX_VERSION = 2
 """Version of an index with masks and documents."""
 
 NO_MASK = "has no mask token, but this model is trained to predict masked tokens"
-_DISK_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DISK_REJECTED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NOT_WRITTEN = 65
 """Exit code of a build that the disk stopped; every other user error is ExitCode.USER_ERROR."""
 _BATCH_CHARACTERS = 4 * 2**20
@@ -331,7 +331,7 @@ def build_corpus(
     except OSError as error:
         if (directory / "index.json").exists():
             return  # the faster process removed our files, too
-        kind = CorpusNotWritten if error.errno in _DISK_REFUSED else UserError
+        kind = CorpusNotWritten if error.errno in _DISK_REJECTED else UserError
         raise kind(
             f"{directory}: corpus not built: {error.strerror or error} ({error.filename or temporary}); "
             f"check that the text is readable and the disk has space, or use other text or {ANOTHER_DIRECTORY}"

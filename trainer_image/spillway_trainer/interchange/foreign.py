@@ -1,7 +1,7 @@
 """Reads checkpoints of other programs.
 
 Their files are pickles. Here, `torch.load` rebuilds tensors, numbers, text and containers; the few classes that
-DeepSpeed adds become empty stand-ins. A file with anything else is refused, and nothing in it is run.
+DeepSpeed adds become empty stand-ins. A file with anything else is rejected, and nothing in it is run.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import Tensor
 
 _PIECE_BYTES = 4 << 20
 _SECTOR_BYTES = 512
-"""O_DIRECT refuses to resume at other offsets, and a device's short transfers end at a sector."""
+"""O_DIRECT cannot resume at other offsets, and a device's short transfers end at a sector."""
 _MAX_IDLE_CALLS = 1000
 """Consecutive calls that move nothing (EINTR, EAGAIN, less than a sector) after which a transfer fails."""
 

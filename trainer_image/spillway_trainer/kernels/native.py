@@ -174,7 +174,7 @@ def attach_tensor_pool() -> bool:
     page fault, and no more is resident than was held at the peak (docs/adr/0022-tensor-pool.md).
 
     Returns False if there is no pool, and nothing changes: without the native library or torch's own allocator, if the
-    system refuses the addresses, and with SPILLWAY_TENSOR_POOL=off.
+    system rejects the addresses, and with SPILLWAY_TENSOR_POOL=off.
     """
     wanted = os.environ.get(TENSOR_POOL, "")
     if wanted not in ("", "on", "off"):

@@ -422,7 +422,7 @@ def main(arguments: list[str], program: Sequence[str] = TRAINER) -> int:
 
 
 def not_launched(error: Exception) -> tuple[int, bytes]:
-    """Returns exit code and termination message if no rank ran: the job is wrong, the system refused a process, or the
+    """Returns exit code and termination message if no rank ran: the job is wrong, the system rejected a process, or the
     launcher failed."""
     ending = Ending(RANK_CRASHED, CRASHED, f"the launcher failed: {type(error).__name__}: {error}")
     if isinstance(error, UserError):

@@ -1,6 +1,6 @@
 """model_spill: segments whose parameters live in host memory or on NVMe and pass through a few device slots.
 
-    layout.py               where each parameter of a streamed segment lies, and what is refused
+    layout.py               where each parameter of a streamed segment lies, and what is rejected
     homes.py                the segment's values between uses: a host buffer, or extents of the spill file
     slots.py                device memory that segments use in turn; parameters are bound to it while they are loaded
     streamed_parameters.py  finds saved parameters by name, wherever their segment is by then; prefetches segments

@@ -1,7 +1,7 @@
 """A Hugging Face model directory: config.json, weights in safetensors files, tokenizer.json. One tensor is read at a
 time; nothing is unpickled.
 
-Opening a directory reads only the headers, so that a wrong directory is refused before anything is built.
+Opening a directory reads only the headers, so that a wrong directory is rejected before anything is built.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from ..trainer import in_order
 from .deepspeed.layout import Layout, ShardPiece
 from .distributed import Peers
 from .gathered_segments import GatheredSegments
-from .run import DividedModel, guarded, refuse
+from .run import DividedModel, guarded, reject
 from .segment_gradients import exchanged_gradients
 from .shards import DeviceTier, MakeOptimizer, ShardedOptimizer, as_piece
 
@@ -122,7 +122,7 @@ def divide(
     wire: torch.dtype,
 ) -> DividedModel:
     """Allocates device memory for `model`, which has none yet, and shards it with FSDP2. Every rank calls it."""
-    refuse(plan, model, world)
+    reject(plan, model, world)
     segments, named = model.parameters_of(), dict(model.named_parameters())
     charge(model, segments, world.size, tiers.ledger)
     called, peers = Called(model), Peers.on(tiers.device, world)

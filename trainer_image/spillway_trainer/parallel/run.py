@@ -55,7 +55,7 @@ class DividedModel:
     """Called for every segment when its forward begins, before its parameters are used."""
 
 
-def refuse(plan: MemoryPlan, model: Chain, world: World) -> None:
+def reject(plan: MemoryPlan, model: Chain, world: World) -> None:
     """Raises UserError, before memory is allocated, for what the plan's strategy cannot shard."""
     where = f"spec.parallelism.strategy = {plan.strategy}"
     if world.size == 1:
@@ -96,7 +96,7 @@ def divide(
     wire: torch.dtype,
 ) -> DividedModel:
     """Allocates memory for `model`, which has none yet, sharded as the plan's strategy says. Every rank calls it."""
-    refuse(plan, model, world)
+    reject(plan, model, world)
     deepspeed, adopt = _deepspeed()
     tie(model)
     stage = STAGES[plan.strategy]

@@ -27,7 +27,7 @@ from ..trainer import in_order
 from .deepspeed.layout import Layout
 from .distributed import Peers
 from .fsdp import cut_rows
-from .run import DividedModel, guarded, refuse, tie
+from .run import DividedModel, guarded, reject, tie
 from .segment_gradients import exchanged_gradients, pass_on_gradient
 from .shards import DeviceTier, MakeOptimizer, ShardedOptimizer, as_piece
 
@@ -76,7 +76,7 @@ def divide(
     wire: torch.dtype,
 ) -> DividedModel:
     """Allocates device memory for `model`, which has none yet, and shards its states. Every rank calls it."""
-    refuse(plan, model, world)
+    reject(plan, model, world)
     tie(model)
     allocate(model, tiers.device)
     named, peers = dict(model.named_parameters()), Peers.on(tiers.device, world)

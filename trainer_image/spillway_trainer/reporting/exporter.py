@@ -49,7 +49,7 @@ class Exporter(Collector):
         missed_checkpoints: Callable[[], int] = int,
     ) -> None:
         """`spill_faults`: faults survived so far, by kind. `spill_file_bytes`: what the files take now.
-        `missed_checkpoints`: how many the disk has refused so far."""
+        `missed_checkpoints`: how many the disk has rejected so far."""
         self._missed_checkpoints = missed_checkpoints
         self._spill_file_bytes = spill_file_bytes
         self._spill_faults = spill_faults

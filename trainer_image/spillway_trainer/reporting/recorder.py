@@ -40,13 +40,13 @@ class Recorder:
 
     Events: preparing, start, activations_chosen, activations_corrected, step, evaluation, checkpoint,
     checkpoint_missed, end. After a resume, step numbers repeat: the last line of a step counts. Raises OutputNotWritten
-    if the disk refuses a line.
+    if the disk rejects a line.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         if path is not None:
-            with refusals(path):
+            with rejections(path):
                 self._file = open_for_append(path)
         self._sinks: tuple[Sink, ...] = ()
         self.num_missed = 0
@@ -133,13 +133,13 @@ class Recorder:
             return
         finite = {name: None if is_non_finite(value) else value for name, value in fields.items()}
         line = json.dumps({"event": event, "time": time.time(), **finite}, allow_nan=False)
-        with refusals(self._path):
+        with rejections(self._path):
             self._file.write(line + "\n")
             self._file.flush()
 
 
 @contextmanager
-def refusals(path: Path) -> Iterator[None]:
+def rejections(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -27,7 +27,7 @@ from ..kernels import half_products
 from ..ranks import ONE_RANK, World
 from ..reporting.exporter import Exporter
 from ..reporting.progress_client import reporting
-from ..reporting.recorder import Sink, refusals
+from ..reporting.recorder import Sink, rejections
 from ..run_job import on_device, operators_environment, report, serve_metrics, start_epoch
 from ..trainer import RunProgress, StopRequest, settled_objects
 from .parking import Parking
@@ -45,7 +45,7 @@ def contenders(job: JobFile) -> list[Contender]:
 def open_sweep_recorder(job: JobFile) -> SweepRecorder:
     """The recorder of the sweep's own run.jsonl. Raises UserError if the output directory cannot be created."""
     output = Path(job.output_directory)
-    with refusals(output):
+    with rejections(output):
         output.mkdir(parents=True, exist_ok=True)
     return SweepRecorder(output / "run.jsonl", contenders(job), job.spec.compared_by)
 
@@ -160,7 +160,7 @@ class Sweep:
 
     def _opened(self, job: JobFile, planned: MemberPlan) -> Member:
         output = Path(job.output_directory)
-        with refusals(output):
+        with rejections(output):
             output.mkdir(parents=True, exist_ok=True)
         carried = Carried(RunProgress(), start_epoch(job), config.loss_scale(job.spec))
         if carried.epoch.resume.checkpoint is not None:

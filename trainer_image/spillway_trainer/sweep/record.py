@@ -25,7 +25,7 @@ _NAME = re.compile(r"sweep-([0-9]+)\.json")
 
 
 class SweepNotWritten(UserError):
-    """The disk refused the values that members reported. A round must not be decided by values that a crash can take
+    """The disk rejected the values that members reported. A round must not be decided by values that a crash can take
     back."""
 
 
@@ -67,7 +67,7 @@ class SweepRecord:
         return [Value(name, step, value) for (name, step), value in sorted(self.values.items()) if name in names]
 
     def write(self) -> None:
-        """Writes this attempt's file durably. Raises SweepNotWritten if the disk refuses."""
+        """Writes this attempt's file durably. Raises SweepNotWritten if the disk rejects."""
         files, path = DurableFiles(), self.directory / f"sweep-{self.epoch}.json"
         temporary = path.with_name(f"{path.name}.tmp")
         content = seal(

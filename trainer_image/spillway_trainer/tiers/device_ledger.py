@@ -123,7 +123,7 @@ class DeviceLedger:
     def _retry(self, purpose: str, nbytes: int) -> None:
         within_plan = obtain(lambda: self._try_charge(purpose, nbytes, self._planned_bytes) or None, self.reclaim)
         if within_plan is None and not self._try_charge(purpose, nbytes, self._most_bytes):
-            self._refuse(purpose, nbytes)
+            self._reject(purpose, nbytes)
 
     def _try_charge(self, purpose: str, nbytes: int, limit_bytes: float) -> bool:
         with self._lock:
@@ -161,7 +161,7 @@ class DeviceLedger:
         self._saved_bytes -= saved_bytes
         self._held_bytes -= saved_bytes
 
-    def _refuse(self, purpose: str, nbytes: int) -> None:
+    def _reject(self, purpose: str, nbytes: int) -> None:
         held = self.by_purpose()
         total = sum(held.values())
         holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items()) or "nothing"

@@ -26,7 +26,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 
 
 class HostSlab:
-    """`nbytes` of host memory (0 is allowed and refuses every allocation). Pages become resident when they are first
+    """`nbytes` of host memory (0 is allowed and rejects every allocation). Pages become resident when they are first
     written.
 
     `may_grow`: returns how many bytes larger the slab may become when a spill device fails and bytes have to stay here.
@@ -54,7 +54,7 @@ class HostSlab:
             pass
         memory = obtain(lambda: self.allocate_now(nbytes, label), self.reclaim)
         if memory is None:
-            self._refuse(nbytes, label)
+            self._reject(nbytes, label)
         return memory
 
     def allocate_now(self, nbytes: int, label: str) -> Tensor | None:
@@ -117,7 +117,7 @@ class HostSlab:
         held = Counter(self._extents.holders()) + Counter(self._spare.by_label() if self._spare else {})
         return dict(held.most_common())
 
-    def _refuse(self, nbytes: int, label: str) -> NoReturn:
+    def _reject(self, nbytes: int, label: str) -> NoReturn:
         held = self.by_label()
         holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in list(held.items())[:6]) or "nothing"
         raise HostOutOfMemory(

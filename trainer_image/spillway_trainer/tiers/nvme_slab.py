@@ -248,7 +248,7 @@ class NvmeSlab:
         """Returns an extent of `nbytes`. Waits for releases in flight before it raises SpillVolumeFull."""
         pieces = obtain(lambda: self._place(round_up(max(nbytes, 1)), label), self.reclaim)
         if pieces is None:
-            self._refuse(nbytes, label)
+            self._reject(nbytes, label)
         self._peak_bytes = max(self._peak_bytes, self.held_bytes)
         return NvmeExtent(self, pieces, label)
 
@@ -257,7 +257,7 @@ class NvmeSlab:
     ) -> list[Stored]:
         """Writes each (address, uint8 tensor in whole blocks, label); returns the arguments that read them back.
 
-        Bytes that a device refuses stay in host memory: in `source`, which has all bytes of one extent and becomes its
+        Bytes that a device rejects stay in host memory: in `source`, which has all bytes of one extent and becomes its
         home, or in a copy. Raises SpillIOError or SpillVolumeFull if there is no room for the copy, or if `copies` is
         False.
         """
@@ -403,7 +403,7 @@ class NvmeSlab:
             start += size
         return pieces or None
 
-    def _refuse(self, nbytes: int, label: str) -> NoReturn:
+    def _reject(self, nbytes: int, label: str) -> NoReturn:
         held_bytes = self.held_bytes
         directories = ", ".join(str(device.directory) for device in self._devices)
         retired = ", ".join(str(device.directory) for device in self._devices if device.writes.is_retired)

@@ -280,7 +280,7 @@ def _open_error(directory: Path, error: OSError) -> SpillwayError:
 
 
 def _preallocate(file: int, directory: Path, nbytes: int) -> None:
-    refuse_beyond_the_process_limit(directory, nbytes)
+    reject_beyond_the_process_limit(directory, nbytes)
     # Checked first, because an allocation that fails fills the volume for everybody until it is undone.
     if nbytes > _free_bytes(directory):
         raise _volume_full(directory, nbytes, errno.ENOSPC, "the spill file")
@@ -303,7 +303,7 @@ def _preallocate(file: int, directory: Path, nbytes: int) -> None:
         ) from error
 
 
-def refuse_beyond_the_process_limit(directory: Path, nbytes: int) -> None:
+def reject_beyond_the_process_limit(directory: Path, nbytes: int) -> None:
     """Raises SpillVolumeFull if `nbytes` exceeds the file size that this process may write, whatever space the volume
     has."""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -13,7 +13,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mounts")
 
 
-def refuse_memory(directory: Path, said: str, advice: str = "name a directory on a disk") -> None:
+def reject_memory(directory: Path, said: str, advice: str = "name a directory on a disk") -> None:
     """Raises UserError, whose message starts with `said`, if the spill directory is in memory."""
     kind = memory_kind(directory)
     if kind:

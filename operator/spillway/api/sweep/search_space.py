@@ -30,7 +30,7 @@ from spillway.api.field_types import (
     Positive,
     exactly_one,
     quoted,
-    refuse,
+    reject,
 )
 from spillway.api.manifest import field_at, problem_of_value, unknown_field
 from spillway.api.model import Data, Model
@@ -141,12 +141,12 @@ class SearchParameter(Fields):
 
     @model_validator(mode="after")
     def _is_a_space(self) -> Self:
-        refuse(exactly_one(self, ("values", "min")))
+        reject(exactly_one(self, ("values", "min")))
         problems = list(self._wrong_values() if self.values is not None else self._wrong_range())
         for field, value in () if problems else self._written():
             if (problem := problem_of_value(_Sections, tuple(self.path.split(".")), value)) is not None:
                 problems.append((field, problem))
-        refuse(problems)
+        reject(problems)
         return self
 
     def _wrong_values(self) -> Iterator[tuple[str, str]]:
@@ -268,7 +268,7 @@ class SearchSpace(Fields):
             problems.append(("trials", TRIALS_NEEDED))
         elif (found := len(self._points())) < self.trials:
             problems.append(("trials", f"the search space has only {found} points; lower trials, or list more values"))
-        refuse(problems)
+        reject(problems)
         return self
 
     def _wrong_grid(self) -> Iterator[tuple[str, str]]:

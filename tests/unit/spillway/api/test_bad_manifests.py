@@ -1,4 +1,4 @@
-"""Every hand-made bad manifest is refused in a sentence that names the field, what was found, and what is allowed."""
+"""Every hand-made bad manifest is rejected in a sentence that names the field, what was found, and what is allowed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cases.bad_manifests import (
     as_kubectl_sends_it,
     manifest,
     mistakes,
-    refusal_in_cluster,
+    rejection_in_cluster,
 )
 from spillway.api.load import parse_job
 from spillway.errors import ExitCode, FieldProblem, InvalidJob
 from spillway_cli.__main__ import main
-from spillway_cli.cluster.submit import refuse_what_no_cluster_does
-from spillway_operator.decide.acceptance import Refusal, accept
+from spillway_cli.cluster.submit import reject_what_no_cluster_does
+from spillway_operator.decide.acceptance import Rejection, accept
 from spillway_operator.decide.observed import JobObject
 
 FEWEST = 300
@@ -32,9 +32,9 @@ OF_ONE_MANIFEST = [mistake for mistake in all_mistakes() if mistake.topic not in
 
 
 def problems(mistake: Mistake) -> tuple[FieldProblem, ...]:
-    """What `spillway submit` refuses; `plan` and `run` say the same of what they refuse, too."""
+    """What `spillway submit` rejects; `plan` and `run` say the same of what they reject, too."""
     try:
-        refuse_what_no_cluster_does(parse_job(mistake.text, "job.yaml"), "job.yaml")
+        reject_what_no_cluster_does(parse_job(mistake.text, "job.yaml"), "job.yaml")
     except InvalidJob as error:
         return error.problems
     return ()
@@ -49,11 +49,11 @@ def test_there_are_three_hundred_of_them_and_no_two_are_the_same() -> None:
 def test_the_good_job_is_good() -> None:
     parse_job(manifest({}), "good.yaml")
     accepted = accept(JobObject("uid", "good", "default", 1, 1, "", json.dumps(GOOD["spec"]).encode(), b"{}"))
-    assert not isinstance(accepted, Refusal)
+    assert not isinstance(accepted, Rejection)
 
 
 @pytest.mark.parametrize("mistake", OF_ONE_MANIFEST, ids=str)
-def test_a_bad_manifest_is_refused_with_path_value_and_what_is_allowed(mistake: Mistake) -> None:
+def test_a_bad_manifest_is_rejected_with_path_value_and_what_is_allowed(mistake: Mistake) -> None:
     if not mistake.allowed:
         pytest.skip("the API server alone looks for it")
     said = list(map(str, problems(mistake)))
@@ -62,7 +62,7 @@ def test_a_bad_manifest_is_refused_with_path_value_and_what_is_allowed(mistake: 
 
 @pytest.mark.parametrize("mistake", mistakes(CLUSTER), ids=str)
 def test_what_the_cluster_lacks_is_named_in_a_condition(mistake: Mistake) -> None:
-    said = refusal_in_cluster(mistake, as_kubectl_sends_it(mistake.text)["spec"])
+    said = rejection_in_cluster(mistake, as_kubectl_sends_it(mistake.text)["spec"])
     assert all(word in said for word in mistake.words), said
 
 
@@ -70,10 +70,10 @@ def test_the_operator_says_the_same_as_the_command() -> None:
     for mistake in OF_ONE_MANIFEST:
         if mistake.by_condition:
             spec = json.dumps(as_kubectl_sends_it(mistake.text)["spec"]).encode()
-            refused = accept(JobObject("uid", "good", "default", 1, 1, "", spec, b"{}"))
-            assert isinstance(refused, Refusal), mistake
+            rejected = accept(JobObject("uid", "good", "default", 1, 1, "", spec, b"{}"))
+            assert isinstance(rejected, Rejection), mistake
             by_command = [str(problem).rpartition(" (line ")[0] or str(problem) for problem in problems(mistake)]
-            assert list(map(str, refused.problems)) == by_command
+            assert list(map(str, rejected.problems)) == by_command
 
 
 @pytest.mark.parametrize("topic", ["numbers", "quantities", "choices", "unknown_fields", "one_of", "agreement"])

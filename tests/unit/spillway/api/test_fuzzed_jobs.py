@@ -1,4 +1,4 @@
-"""Valid jobs at random: each gets a plan and children, or a clear refusal; nothing raises and no search is endless."""
+"""Valid jobs at random: each gets a plan and children, or a clear rejection; nothing raises, no search is endless."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNCLEAR = ("which is a bug", "Traceback", "Error:")
 
 
 def outcome(desired: Desired) -> str:
-    """`planned`, `suspended`, or the reason of the refusal. Raises AssertionError for what is none of these."""
+    """`planned`, `suspended`, or the reason of the rejection. Raises AssertionError for what is none of these."""
     assert desired.status is not None, "a new job leaves a status"
     TrainingJobStatus.model_validate(desired.status)
     conditions = {found["type"]: found for found in desired.status["conditions"]}
@@ -38,16 +38,16 @@ def outcome(desired: Desired) -> str:
         return "planned"
     if conditions.get("Suspended", {}).get("status") == "True":
         return "suspended"
-    refused = [
+    rejected = [
         conditions[kind] for kind in ("Accepted", "Planned") if conditions.get(kind, {}).get("status") == "False"
     ]
-    assert refused, conditions
-    message = refused[0]["message"]
+    assert rejected, conditions
+    message = rejected[0]["message"]
     assert len(message) > 20 and not any(word in message for word in UNCLEAR), message
-    return str(refused[0]["reason"])
+    return str(rejected[0]["reason"])
 
 
-def test_every_valid_job_is_planned_or_refused_clearly_and_soon(
+def test_every_valid_job_is_planned_or_rejected_clearly_and_soon(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tally: Counter[str] = Counter()

@@ -12,7 +12,7 @@ import yaml
 from cases.job_documents import EXAMPLE_JOBS, REMOVED, document, job, text
 from spillway.api.load import load_job, parse_job
 from spillway.api.profiles import MemoryProfile
-from spillway.api.rejections import not_used_locally, refusals, refusals_in_cluster
+from spillway.api.rejections import not_used_locally, rejections, rejections_in_cluster
 from spillway.api.training_job import TrainingJob, TrainingJobSpec
 from spillway.errors import ExitCode, FieldProblem, InvalidJob, UserError
 
@@ -311,7 +311,7 @@ NOT_YET: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("path", NOT_YET)
-def test_what_does_not_work_yet_is_refused_with_what_works_instead(path: str) -> None:
+def test_what_does_not_work_yet_is_rejected_with_what_works_instead(path: str) -> None:
     changes, words = NOT_YET[path]
     found = problems(changes)
     assert list(found) == [path]
@@ -340,17 +340,17 @@ BUILT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", [*RUNNABLE.values(), *BUILT.values()], ids=[*RUNNABLE, *BUILT])
 def test_every_kind_of_model_can_run_locally(changes: dict[str, Any]) -> None:
-    assert refusals(job(changes)) == []
+    assert rejections(job(changes)) == []
 
 
 @pytest.mark.parametrize("changes", RUNNABLE.values(), ids=RUNNABLE)
 def test_a_model_by_its_sizes_can_run_in_a_cluster(changes: dict[str, Any]) -> None:
-    assert refusals_in_cluster(job(changes)) == []
+    assert rejections_in_cluster(job(changes)) == []
 
 
 @pytest.mark.parametrize("path", BUILT)
 def test_a_model_that_must_be_built_can_run_in_a_cluster(path: str) -> None:
-    assert refusals_in_cluster(job(BUILT[path])) == []
+    assert rejections_in_cluster(job(BUILT[path])) == []
 
 
 @pytest.mark.parametrize(("architecture", "smallest"), [("llama", 257), ("bert", 258)])
@@ -404,21 +404,21 @@ def test_chats_need_a_model_with_a_template_and_are_evaluated_on_chats() -> None
 
 def test_a_cluster_takes_gpus_and_every_strategy() -> None:
     for strategy in ("Ddp", "Fsdp", "Zero1", "Zero2", "Zero3"):
-        assert refusals_in_cluster(job({"spec.parallelism": {"device": "Cuda", "strategy": strategy}})) == []
+        assert rejections_in_cluster(job({"spec.parallelism": {"device": "Cuda", "strategy": strategy}})) == []
 
 
 def test_deepspeed_divides_no_adapters_and_fsdp_does() -> None:
     adapters = {"spec.model.lora": {"rank": 2}}
-    (problem,) = refusals_in_cluster(job(adapters | {"spec.parallelism.strategy": "Zero2"}))
+    (problem,) = rejections_in_cluster(job(adapters | {"spec.parallelism.strategy": "Zero2"}))
     assert (problem.path, problem.problem[-15:]) == ("spec.model.lora", "use Ddp or Fsdp")
-    assert refusals_in_cluster(job(adapters | {"spec.parallelism.strategy": "Fsdp"})) == []
+    assert rejections_in_cluster(job(adapters | {"spec.parallelism.strategy": "Fsdp"})) == []
 
 
 def test_overlap_with_forward_is_accepted_for_fsdp_and_rejected_for_zero3() -> None:
     forward = {"spec.memory.advanced.optimizer": {"placement": "Host", "overlap": "Forward"}}
-    (problem,) = refusals_in_cluster(job(forward | {"spec.parallelism.strategy": "Zero3"}))
+    (problem,) = rejections_in_cluster(job(forward | {"spec.parallelism.strategy": "Zero3"}))
     assert (problem.path, problem.problem[-16:]) == ("spec.memory.advanced.optimizer.overlap", "or strategy Fsdp")
-    assert refusals_in_cluster(job(forward | {"spec.parallelism.strategy": "Fsdp"})) == []
+    assert rejections_in_cluster(job(forward | {"spec.parallelism.strategy": "Fsdp"})) == []
 
 
 @pytest.mark.parametrize(
@@ -430,9 +430,9 @@ def test_overlap_with_forward_is_accepted_for_fsdp_and_rejected_for_zero3() -> N
     ],
 )
 def test_a_number_in_a_word_is_no_slip_and_one_too_long_is_no_string(path: str, value: Any, said: str) -> None:
-    with pytest.raises(InvalidJob) as refused:
+    with pytest.raises(InvalidJob) as rejected:
         job({path: document()["spec"].get(path.removeprefix("spec."), {}) | value})
-    (problem,) = refused.value.problems
+    (problem,) = rejected.value.problems
     assert problem.problem.partition(" (line")[0] == said
 
 
@@ -470,13 +470,13 @@ def test_an_unquoted_exponent_is_a_number() -> None:
 # --- YAML -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_given_twice_is_refused_with_both_lines() -> None:
+def test_a_key_given_twice_is_rejected_with_both_lines() -> None:
     (problem,) = problems_of("apiVersion: a\nkind: b\nkind: c\n")
     assert (problem.path, problem.problem) == ("kind", "given twice, on lines 2 and 3; keep one")
 
 
 @pytest.mark.parametrize("word", ["yes", "no", "on", "off", "Yes", "OFF"])
-def test_a_word_that_yaml_reads_as_a_boolean_is_refused(word: str) -> None:
+def test_a_word_that_yaml_reads_as_a_boolean_is_rejected(word: str) -> None:
     (problem,) = problems_of(text().replace("name: tiny", f"name: {word}"))
     assert problem.path == "metadata.name"
     assert "quote it" in problem.problem
@@ -559,14 +559,14 @@ def test_a_directory_is_no_manifest(tmp_path: Path) -> None:
         load_job(tmp_path)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8"):
         load_job(path)
 
 
-def test_a_control_character_is_refused_with_its_line() -> None:
+def test_a_control_character_is_rejected_with_its_line() -> None:
     (problem,) = problems_of(text() + "\x01")
     assert problem.path == f"line {text().count(chr(10)) + 1}" and "U+0001" in problem.problem
 
@@ -577,14 +577,14 @@ def test_an_endless_file_is_not_read_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("value", ["9" * 10_000, '"' + "9" * 10_000 + '"', '"8Gi\\n"', '" 8Gi"'])
-def test_a_quantity_that_the_crd_refuses_is_refused(value: str) -> None:
+def test_a_quantity_that_the_crd_rejects_is_rejected(value: str) -> None:
     manifest = text({"spec.memory.budget.device": "DEVICE"}).replace("DEVICE", value)
     (problem,) = problems_of(manifest)
     assert problem.path == "spec.memory.budget.device" and "at most 32 characters" in problem.problem
 
 
 @pytest.mark.parametrize("value", ["0." + "1" * 31, "1e-3\n"])
-def test_a_number_that_the_crd_refuses_is_refused(value: str) -> None:
+def test_a_number_that_the_crd_rejects_is_rejected(value: str) -> None:
     assert (
         "a number >= 0"
         in problems({"spec.training.optimizer.learningRate": value})["spec.training.optimizer.learningRate"].problem

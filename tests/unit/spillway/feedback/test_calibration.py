@@ -1,4 +1,4 @@
-"""Measured against predicted: known factors come back, what tells nothing is refused, nothing leaves the sane range."""
+"""Measured against predicted: known factors return, what tells nothing is rejected, nothing leaves the sane range."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_every_attempt_warms_up() -> None:
     assert measured_step(attempts).step_seconds == 2.0
 
 
-def test_too_few_steps_are_refused() -> None:
+def test_too_few_steps_are_rejected() -> None:
     steps = [metrics()] * (WARM_UP_STEPS + LEAST_STEPS - 1)
     with pytest.raises(UserError, match=f"{LEAST_STEPS} are required"):
         measured_step([steps])
@@ -402,7 +402,7 @@ def test_copies_and_updates_are_subtracted_at_their_known_rates() -> None:
     assert fitted(with_copies, known, FASTEST).flop == pytest.approx(FLOP)
 
 
-def test_samples_that_make_no_sense_are_refused_with_a_sentence() -> None:
+def test_samples_that_make_no_sense_are_rejected_with_a_sentence() -> None:
     nothing = [Sample("bfloat16", {"flops": 1e9, "D2H": 1e15}, 0.1)] * 5
     with pytest.raises(UserError, match="the machine is too busy"):
         fitted(nothing, rates(), FASTEST)

@@ -263,7 +263,7 @@ def test_peaks_of_a_job_with_a_reserve_are_not_used_as_evidence() -> None:
         ),
     ],
 )
-def test_a_reserve_of_no_use_is_refused(changes: dict[str, Any], problem: str) -> None:
+def test_a_reserve_of_no_use_is_rejected(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidJob) as caught:
         job(changes)
     (found,) = caught.value.problems

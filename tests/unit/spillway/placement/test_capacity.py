@@ -258,8 +258,8 @@ def test_job_that_fits_only_sharded_is_sharded_and_stays_so() -> None:
     assert isinstance(found, Placement)
     assert found.plan.strategy == "Fsdp"
     assert "strategy Fsdp: Ddp does not fit" in found.plan.reasons
-    refused = place(job(changes), replace(view, strategy="Ddp"))
-    assert isinstance(refused, Unplaceable), "earlier attempts ran with Ddp"
+    rejected = place(job(changes), replace(view, strategy="Ddp"))
+    assert isinstance(rejected, Unplaceable), "earlier attempts ran with Ddp"
     two = job({"spec.parallelism": {"device": "Cuda", "devicesPerNode": 2}})
     small = place(two, replace(view, strategy="Fsdp"))
     assert isinstance(small, Placement)

@@ -554,7 +554,7 @@ def test_devices_are_those_of_the_resource_that_the_job_asks_for() -> None:
 
 
 @pytest.mark.parametrize("rate", ["1e-300", "999", "1e300"])
-def test_a_rate_that_no_hardware_has_is_refused(rate: str) -> None:
+def test_a_rate_that_no_hardware_has_is_rejected(rate: str) -> None:
     with pytest.raises(ValueError, match="float32FlopsPerSecond"):
         NodeProfileSpec.model_validate({"deviceKind": "Cpu", "float32FlopsPerSecond": rate})
 
@@ -749,7 +749,7 @@ def test_without_a_view_the_selected_or_else_the_smallest_gpu_is_planned() -> No
     assert placed(ClusterView(), CUDA).node.name == "1x-rtx-4090"
 
 
-def test_without_a_view_a_model_too_large_for_the_catalog_is_refused() -> None:
+def test_without_a_view_a_model_too_large_for_the_catalog_is_rejected() -> None:
     found = unplaceable(ClusterView(), {"spec.model.config.hiddenSize": 65536})
     assert found.reason == "DoesNotFit"
     assert "node class cpu of the catalog" in found.message

@@ -574,7 +574,7 @@ def test_alternatives_say_why_they_lost() -> None:
     assert all(other.reason for other in decided.alternatives)
 
 
-def test_more_devices_than_the_node_has_are_refused() -> None:
+def test_more_devices_than_the_node_has_are_rejected() -> None:
     with pytest.raises(UserError, match="node 8x-h100-80 has 8 devices"):
         make_plan(job({"spec.parallelism": {"devicesPerNode": 16}, "spec.training.globalBatchSize": 64}),
                   resolve_node("h100"))  # fmt: skip
@@ -896,7 +896,7 @@ def test_a_forced_placement_of_parameters_is_obeyed() -> None:
     assert set(all_streamed.parameters.homes[1:-1]) == {Tier.HOST}
 
 
-def test_what_excludes_itself_is_refused_with_what_to_change() -> None:
+def test_what_excludes_itself_is_rejected_with_what_to_change() -> None:
     stream = {"spec.memory.advanced.parameters": {"placement": "Stream"}}
     with pytest.raises(UserError, match=r"optimizer.placement = Device: conflicts .* the CPU updates streamed"):
         make_plan(job(stream | {"spec.memory.advanced.optimizer.placement": "Device"}), LOCAL)

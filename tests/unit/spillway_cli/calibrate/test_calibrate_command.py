@@ -1,4 +1,4 @@
-"""`spillway calibrate`: what runs and probes become, and what is refused; the machine itself is not measured here."""
+"""`spillway calibrate`: what runs and probes become, and what is rejected; the machine itself is not measured here."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_another_output_says_how_it_is_used(tmp_path: Path, capsys: pytest.Captu
     ("steps", "threads", "sentence"),
     [(6, CORES, "at least 5 are required"), (12, 8, "this run used 8 threads, but 2 cores")],
 )
-def test_a_run_that_tells_nothing_is_refused_and_nothing_is_written(
+def test_a_run_that_tells_nothing_is_rejected_and_nothing_is_written(
     steps: int, threads: int, sentence: str, tmp_path: Path, own_state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_directory(tmp_path / "run", 2.0, steps, threads)
@@ -138,7 +138,7 @@ def test_a_run_that_tells_nothing_is_refused_and_nothing_is_written(
     assert not own_state.exists()
 
 
-def test_a_plan_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+def test_a_plan_of_an_earlier_version_is_rejected(tmp_path: Path) -> None:
     run = run_directory(tmp_path / "run", 2.0)
     plan = json.loads((run / "plan.json").read_text())
     del plan["prediction"]["work"]
@@ -171,11 +171,11 @@ def test_what_a_run_cannot_tell_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert "not corrected by slow: compute, update: the update ran" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
     assert calibrate("--from", str(tmp_path)) == ExitCode.USER_ERROR
 
 
-def test_a_home_that_cannot_be_written_is_refused_first(
+def test_a_home_that_cannot_be_written_is_rejected_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
@@ -312,7 +312,7 @@ def test_a_probe_that_dies_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("words", [["--quick"], ["--directory", "."]])
-def test_options_of_the_probe_are_refused_beside_runs(
+def test_options_of_the_probe_are_rejected_beside_runs(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert calibrate("--from", str(run_directory(tmp_path / "run", 3.0)), *words) == ExitCode.USER_ERROR

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fakes.fake_api_server import FakeApiServer, refusal
+from fakes.fake_api_server import FakeApiServer, rejection
 from spillway_cli.__main__ import run_app
 from spillway_cli.calibrate import node as calibrate_node
 from spillway_cli.machine.node_profile import read_profile
@@ -46,7 +46,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApiS
     fake.pages["/api/v1/namespaces/team-a/pods/pod/log"] = LOG
     fake.objects |= {
         f"/api/v1/nodes/{NODE}": {"metadata": {"name": NODE}, "status": {"allocatable": {"cpu": "7900m"}}},
-        f"{PROFILES}/{NODE}": refusal(404, "NotFound", "not found", name=NODE),
+        f"{PROFILES}/{NODE}": rejection(404, "NotFound", "not found", name=NODE),
         f"POST {JOBS}": {"metadata": {"name": JOB}, "code": 201},
         f"{JOBS}/{JOB}": ended("Complete"),
         f"DELETE {JOBS}/{JOB}": {"kind": "Status", "code": 200},

@@ -16,7 +16,7 @@ import pytest
 from urllib3.exceptions import InsecureRequestWarning
 
 from cases.job_documents import TINY
-from fakes.fake_api_server import FakeApiServer, refusal
+from fakes.fake_api_server import FakeApiServer, rejection
 from spillway_cli.__main__ import run_app
 from spillway_cli.cluster import api as cluster
 from spillway_cli.cluster import job_status
@@ -131,18 +131,18 @@ def test_the_namespace_is_the_contexts(server: FakeApiServer) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (refusal(401, "Unauthorized", "Unauthorized"), "not authenticated"),
-        (refusal(403, "Forbidden", "trainingjobs is forbidden"), "not permitted: trainingjobs is forbidden"),
-        (refusal(404, "NotFound", "the server could not find the requested resource"), "install Spillway first"),
-        (refusal(500, "InternalError", "etcd is away"), "cannot answer now: etcd is away"),
-        (refusal(429, "TooManyRequests", "slow down."), "cannot answer now: slow down; try again later"),
-        (refusal(422, "Invalid", "no such thing"), "rejected the request: no such thing"),
+        (rejection(401, "Unauthorized", "Unauthorized"), "not authenticated"),
+        (rejection(403, "Forbidden", "trainingjobs is forbidden"), "not permitted: trainingjobs is forbidden"),
+        (rejection(404, "NotFound", "the server could not find the requested resource"), "install Spillway first"),
+        (rejection(500, "InternalError", "etcd is away"), "cannot answer now: etcd is away"),
+        (rejection(429, "TooManyRequests", "slow down."), "cannot answer now: slow down; try again later"),
+        (rejection(422, "Invalid", "no such thing"), "rejected the request: no such thing"),
     ],
 )
-def test_what_the_server_refuses_is_a_sentence(
+def test_what_the_server_rejects_is_a_sentence(
     server: FakeApiServer, answer: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.refuses["GET"] = answer
+    server.rejects["GET"] = answer
     assert run_app(["status"]) == 64
     assert words in capsys.readouterr().err
 
@@ -178,7 +178,7 @@ def test_a_wrong_job_never_reaches_the_cluster(
     assert server.requests == []
 
 
-def test_a_job_that_exists_is_refused_with_its_state(
+def test_a_job_that_exists_is_rejected_with_its_state(
     server: FakeApiServer, manifest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.jobs["team-a", "tiny"] = job(**RUNNING)
@@ -186,14 +186,14 @@ def test_a_job_that_exists_is_refused_with_its_state(
     assert "TrainingJob tiny already exists in namespace team-a (Running)" in capsys.readouterr().err
 
 
-def test_what_the_server_refuses_is_said_field_by_field(
+def test_what_the_server_rejects_is_said_field_by_field(
     server: FakeApiServer, manifest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     causes = [
         {"reason": "FieldValueInvalid", "field": "spec.training", "message": "schedule.warmupSteps must be at most"},
         {"reason": "FieldValueForbidden", "field": "spec.pod.image", "message": "not from this registry"},
     ]
-    server.refuses["POST"] = refusal(422, "Invalid", "tiny is invalid", causes=causes)
+    server.rejects["POST"] = rejection(422, "Invalid", "tiny is invalid", causes=causes)
     assert run_app(["submit", manifest, "-o", "json"]) == 64
     fields = json.loads(capsys.readouterr().out)["error"]["fields"]
     assert [one["path"] for one in fields] == ["spec.training", "spec.pod.image"]
@@ -207,7 +207,7 @@ def test_dry_run_asks_the_server_and_creates_nothing(
     assert capsys.readouterr().out == "trainingjob.spillway.dev/tiny\n"
 
 
-def test_two_namespaces_that_differ_are_refused(
+def test_two_namespaces_that_differ_are_rejected(
     server: FakeApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = {**TINY, "metadata": {"name": "tiny", "namespace": "mine"}}
@@ -330,9 +330,9 @@ def hiccup(server: FakeApiServer, numbers: set[int], code: int) -> None:
     count = itertools.count()
 
     def trouble(path: str) -> None:
-        server.refuses.pop("GET", None)
+        server.rejects.pop("GET", None)
         if next(count) in numbers:
-            server.refuses["GET"] = refusal(code, "ServiceUnavailable", "apiserver is shutting down")
+            server.rejects["GET"] = rejection(code, "ServiceUnavailable", "apiserver is shutting down")
 
     server.before = trouble
 
@@ -390,7 +390,7 @@ def test_a_status_without_its_events_is_still_shown(server: FakeApiServer, capsy
 
 
 @pytest.mark.parametrize("words", [["tiny", "-A"], ["-A", "-n", "x"], ["-w", "-o", "json"]])
-def test_options_that_exclude_each_other_are_refused(server: FakeApiServer, words: list[str]) -> None:
+def test_options_that_exclude_each_other_are_rejected(server: FakeApiServer, words: list[str]) -> None:
     assert run_app(["status", *words]) == 64
     assert server.requests == []
 
@@ -502,7 +502,7 @@ def test_the_log_of_an_ended_pod_whose_node_is_gone_is_given_up_in_words(
     server.add_pod("tiny-1-0", "tiny", 1, 0, "Failed", ["one"])
 
     def node_is_gone(path: str) -> None:
-        server.refuses = {"GET": refusal(500, "InternalError", "no route to node")} if path.endswith("/log") else {}
+        server.rejects = {"GET": rejection(500, "InternalError", "no route to node")} if path.endswith("/log") else {}
 
     server.before = node_is_gone
     assert run_app(["logs", "tiny", "-f"]) == 0
@@ -674,7 +674,7 @@ def test_a_list_without_items_is_an_empty_one(server: FakeApiServer, capsys: pyt
 def test_what_a_server_says_is_one_line_without_what_a_terminal_obeys(
     server: FakeApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.refuses["GET"] = refusal(403, "Forbidden", "no\n\x1b]0;title\x07\x1b[31m" + 5000 * "x")
+    server.rejects["GET"] = rejection(403, "Forbidden", "no\n\x1b]0;title\x07\x1b[31m" + 5000 * "x")
     assert run_app(["status"]) == 64
     (line,) = capsys.readouterr().err.splitlines()
     assert "\x1b" not in line and "\x07" not in line and len(line) < 1500

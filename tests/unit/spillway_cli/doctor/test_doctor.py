@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from cases.job_documents import TINY
-from fakes.fake_api_server import FakeApiServer, refusal
+from fakes.fake_api_server import FakeApiServer, rejection
 from harness.patience import HANG_SECONDS, wait_until
 from harness.places import GOLDEN
 from spillway.api.crd import KINDS, TRAINING_JOB, definition
@@ -357,7 +357,7 @@ LABELLED = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restr
         ({"node_profiles": [PROFILE, OLD_PROFILE]}, "warning", "older than 90 days: node-b", "spillway calibrate"),
         ({"namespace_object": ABSENT}, "error", "namespace team-a does not exist", "kubectl create namespace"),
         (
-            {"namespace_object": LABELLED, "pod_refusal": 'violates PodSecurity "restricted:latest"'},
+            {"namespace_object": LABELLED, "pod_rejection": 'violates PodSecurity "restricted:latest"'},
             "error", "Pod Security enforces restricted: violates", "policy",
         ),
         ({"jobs": Missing("cannot answer now")}, "warning", "cannot answer now", "try again"),
@@ -451,7 +451,7 @@ def test_volumes_of_the_job_are_looked_for(changes: dict[str, Any], severity: st
     assert (found.check, found.severity) == ("volumes", severity) and words in found.message
 
 
-def test_a_claim_of_one_node_is_refused_for_two() -> None:
+def test_a_claim_of_one_node_is_rejected_for_two() -> None:
     spec = TINY["spec"] | {"checkpoint": {"claim": "kept"}, "parallelism": {"nodes": 2}}
     two = json.dumps(TINY | {"spec": spec})
     found = the_one(judged(two, claims={"kept": claim("Bound", "ReadWriteOnce")}))
@@ -604,9 +604,9 @@ def test_who_may_not_create_pods_tries_none(server: FakeApiServer, capsys: pytes
     assert not [path for method, path, *_ in server.requests if method == "POST" and path.endswith("/pods")]
 
 
-def test_a_namespace_that_refuses_pods_is_an_error(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
-    refused = refusal(403, "Forbidden", "exceeded quota: small, requested: pods=1")
-    server.objects["POST /api/v1/namespaces/team-a/pods"] = refused
+def test_a_namespace_that_rejects_pods_is_an_error(server: FakeApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    rejected = rejection(403, "Forbidden", "exceeded quota: small, requested: pods=1")
+    server.objects["POST /api/v1/namespaces/team-a/pods"] = rejected
     assert run_app(["doctor"]) == 1
     assert "exceeded quota: small" in capsys.readouterr().out
 
@@ -626,7 +626,7 @@ def test_a_job_is_asked_for_its_claims_in_its_namespace(
     assert {f"/api/v1/namespaces/team-a/{place}" for place in places} <= {*asked}
 
 
-def test_a_wrong_job_is_refused_before_anything_is_looked_at(server: FakeApiServer, tmp_path: Path) -> None:
+def test_a_wrong_job_is_rejected_before_anything_is_looked_at(server: FakeApiServer, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("kind: Pod")
     assert run_app(["doctor", "--job", "job.yaml"]) == 64
     assert server.requests == []

@@ -102,7 +102,7 @@ def test_a_profile_of_the_gpu_is_used_for_plans_on_it_alone() -> None:
         assert plan.node == name
 
 
-def test_a_job_that_names_a_gpu_is_refused_where_none_can_be_used() -> None:
+def test_a_job_that_names_a_gpu_is_rejected_where_none_can_be_used() -> None:
     spec = job({"spec.parallelism.device": "Cuda"}).spec
     with pytest.raises(UserError, match=r"device = Cuda: no GPU can be used here: no NVIDIA driver"):
         local_devices(spec, NO_DRIVER, 1)

@@ -1,4 +1,4 @@
-"""The profile of this machine: found where it was left; a wrong one is refused or left aside aloud, never used."""
+"""The profile of this machine: found where it was left; a wrong one is rejected or left aside aloud, never used."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_profile_of_other_cores_is_left_aside_aloud(state: Path) -> None:
     assert "not used" in own.sentence and "2 cores, but 8 are usable" in own.sentence
 
 
-def test_a_profile_of_other_cores_is_refused_when_it_was_named(tmp_path: Path) -> None:
+def test_a_profile_of_other_cores_is_rejected_when_it_was_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="measured with 2 cores, but 8"):
         own_profile(8, given=written(tmp_path / "node.yaml"))
 
@@ -127,7 +127,7 @@ def test_what_was_not_measured_is_named(state: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["3026-99-99T99:99:99Z", "yesterday", ""])
-def test_a_time_of_measurement_that_is_none_is_refused(moment: str, state: Path) -> None:
+def test_a_time_of_measurement_that_is_none_is_rejected(moment: str, state: Path) -> None:
     state.parent.mkdir(parents=True)
     state.write_text(f"{HEAD}bfloat16FlopsPerSecond: '1e9'\n  measuredTime: '{moment}'\n")
     with pytest.raises(UserError, match=r"measuredTime.*a time is needed, for example 2026"):
@@ -151,9 +151,9 @@ def test_what_is_nested_too_deeply_is_said_to_be(tmp_path: Path) -> None:
 def test_another_kind_of_object_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(text())
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as rejected:
         named_node(str(path))
-    assert str(refused.value) == f"{path}: is a TrainingJob, but a NodeProfile is expected; give a NodeProfile instead"
+    assert str(rejected.value) == f"{path}: is a TrainingJob, but a NodeProfile is expected; give a NodeProfile instead"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ HEAD = "apiVersion: spillway.dev/v1alpha1\nkind: NodeProfile\nmetadata: {name: h
 
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_figure_is_refused_by_name_and_left_aside_at_home(line: str, state: Path, tmp_path: Path) -> None:
+def test_a_hostile_figure_is_rejected_by_name_and_left_aside_at_home(line: str, state: Path, tmp_path: Path) -> None:
     state.parent.mkdir(parents=True)
     state.write_text(HEAD + line + "\n")
     with pytest.raises(UserError, match=line.split(":", maxsplit=1)[0]):
@@ -227,7 +227,7 @@ def test_a_directory_in_its_place_is_left_aside(state: Path) -> None:
     assert "not used" in own_profile(2).sentence
 
 
-def test_a_named_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_named_file_that_is_missing_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file; give the path of a NodeProfile"):
         own_profile(2, given=tmp_path / "none.yaml")
 
@@ -303,7 +303,7 @@ def test_plan_with_a_profile_says_that_its_rates_were_measured(
     assert "predicted from measured rates" in capsys.readouterr().out
 
 
-def test_run_refuses_a_bad_profile_before_it_writes_anything(
+def test_run_rejects_a_bad_profile_before_it_writes_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "job.yaml").write_text(text({"spec.data": {"builtin": "PythonStdlib"}}))

@@ -92,7 +92,7 @@ def test_an_inspection_that_takes_a_second_says_so_on_a_terminal(
     assert timers[0].cancelled
 
 
-def test_a_refusal_of_the_trainer_is_one_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejection_of_the_trainer_is_one_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     inspector(monkeypatch, 64, "", "spec.model.source: /m is not a directory\n")
     with pytest.raises(UserError, match=r"^spec\.model\.source: /m is not a directory$"):
         inspected_shape(FILE, job(SOURCE), {})

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fakes.fake_api_server import FakeApiServer, refusal
+from fakes.fake_api_server import FakeApiServer, rejection
 from fakes.fake_trainer import attempt_lines, step_line
 from harness.run_records import plan as made_plan
 from spillway.metrics import Phase
@@ -261,7 +261,7 @@ def test_a_directory_that_is_no_run_is_an_error_with_advice(
 
 
 @pytest.mark.parametrize("words", [["--interval", "nan"], ["--interval", "0"], ["-A", "-n", "x"], ["-A", "tiny"]])
-def test_what_makes_no_sense_is_refused(
+def test_what_makes_no_sense_is_rejected(
     words: list[str], run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(run, 1, 1, 5)
@@ -318,8 +318,8 @@ def test_a_job_is_shown_with_what_its_trainer_says(server: FakeApiServer, capsys
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (refusal(403, "Forbidden", "pods/proxy is forbidden"), "pods/proxy is forbidden"),
-        (refusal(503, "ServiceUnavailable", "no route to host"), "no route to host"),
+        (rejection(403, "Forbidden", "pods/proxy is forbidden"), "pods/proxy is forbidden"),
+        (rejection(503, "ServiceUnavailable", "no route to host"), "no route to host"),
     ],
 )
 def test_what_the_trainer_cannot_be_asked_is_said(
@@ -404,7 +404,7 @@ def test_the_view_of_a_job_ends_with_it_and_outlives_the_api_server(
         if not path.endswith("/tiny"):
             return
         look = next(looks)
-        server.refuses = {"GET": refusal(503, "ServiceUnavailable", "shutting down")} if look == 1 else {}
+        server.rejects = {"GET": rejection(503, "ServiceUnavailable", "shutting down")} if look == 1 else {}
         server.jobs["team-a", "tiny"] = job(**(STATUS if look < 3 else COMPLETE))
 
     server.before = trouble
@@ -466,7 +466,7 @@ def test_without_the_right_to_pods_the_planned_node_is_shown_as_such(
     server: FakeApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.jobs["team-a", "tiny"] = job(**STATUS)
-    server.objects["/api/v1/namespaces/team-a/pods"] = refusal(403, "Forbidden", "pods is forbidden")
+    server.objects["/api/v1/namespaces/team-a/pods"] = rejection(403, "Forbidden", "pods is forbidden")
     assert run_app(["top", "--once"]) == 0
     text = capsys.readouterr().out
     assert "~node-b" in text and "not known: the pods' nodes" in text and "pods is forbidden" in text

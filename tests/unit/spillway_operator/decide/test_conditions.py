@@ -126,9 +126,9 @@ def test_generic_tools_read_kstatus(findings: tuple[Finding, ...], ready: str, r
     ("findings", "shown"),
     [
         ((), "Planning"),
-        ((false(c.ACCEPTED, c.UNSUPPORTED),), "Refused"),
+        ((false(c.ACCEPTED, c.UNSUPPORTED),), "Rejected"),
         ((true(c.ACCEPTED, "Valid"), false(c.PLANNED, "NoNode")), "Pending"),
-        ((true(c.ACCEPTED, "Valid"), false(c.SCHEDULED, "Refused")), "Pending"),
+        ((true(c.ACCEPTED, "Valid"), false(c.SCHEDULED, "Rejected")), "Pending"),
         ((true(c.ACCEPTED, "Valid"), true(c.PLANNED, "Planned"), false(c.RUNNING, "Starting")), "Starting"),
         ((true(c.ACCEPTED, "Valid"), true(c.PLANNED, "Planned"), false(c.RUNNING, "Queued")), "Queued"),
         ((true(c.ACCEPTED, "Valid"), true(c.PLANNED, "Planned"), true(c.RUNNING, "Running")), "Running"),

@@ -377,7 +377,7 @@ def test_a_jobs_own_image_goes_before_the_charts() -> None:
         assert container({"spec.pod.image": image})["image"] == image
 
 
-def test_a_contract_that_fits_no_configmap_is_refused_with_its_size() -> None:
+def test_a_contract_that_fits_no_configmap_is_rejected_with_its_size() -> None:
     with pytest.raises(UserError, match=r"a ConfigMap holds 1 MiB: shorten spec\.pod\.env"):
         children(files(), owner(), replace(FACTS, progress_ca="x" * 1_000_000))
 

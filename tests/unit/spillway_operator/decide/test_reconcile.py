@@ -386,9 +386,9 @@ def test_a_foreign_namesake_is_left_alone_and_named(plural: str) -> None:
 
 def test_api_server_rejection_is_shown_and_retried_with_growing_waits() -> None:
     world = World()
-    world.server.refuses = {"jobs"}
+    world.server.rejects = {"jobs"}
     rounds(world, 1)
-    assert world.condition("Scheduled")["reason"] == "Refused"
+    assert world.condition("Scheduled")["reason"] == "Rejected"
     assert "exceeded quota" in world.condition("Scheduled")["message"]
     before = len(writes(world))
     waits = []
@@ -399,7 +399,7 @@ def test_api_server_rejection_is_shown_and_retried_with_growing_waits() -> None:
         world.advance(waits[-1])
     assert waits == sorted(waits) and waits[0] == 10 and waits[-1] == 300
     assert len(writes(world)) == before
-    world.server.refuses = set()
+    world.server.rejects = set()
     rounds(world)
     assert world.status["state"] == "Running" and world.status["attempts"]["total"] == 1
 
@@ -610,12 +610,12 @@ def test_wrong_fields_are_named_each_with_what_is_allowed() -> None:
     for words in ("spec.training.steps = 0: at least 1", "did you mean Auto?", "spec.typo: unknown field"):
         assert words in accepted["message"]
     assert "(line" not in accepted["message"]
-    assert desired.status is not None and desired.status["state"] == "Refused"
+    assert desired.status is not None and desired.status["state"] == "Rejected"
     assert condition(desired, "Stalled")["status"] == "True"
     assert not desired.creates
 
 
-def test_a_spec_that_is_too_long_as_a_whole_is_refused_with_its_size() -> None:
+def test_a_spec_that_is_too_long_as_a_whole_is_rejected_with_its_size() -> None:
     notes = {f"note-{number}": "x" * 1000 for number in range(64)}
     accepted = condition(decide(observed({"spec.pod": {"annotations": notes}})), "Accepted")
     assert accepted["reason"] == "Valid", "64,000 characters are not too many"
@@ -638,7 +638,7 @@ def test_a_spec_that_is_too_long_as_a_whole_is_refused_with_its_size() -> None:
     ],
 )
 def test_no_annotation_loosens_what_a_container_may_do(annotation: str, is_free: bool) -> None:
-    """Where the CRD is older; a newer one refuses them at admission."""
+    """Where the CRD is older; a newer one rejects them at admission."""
     accepted = condition(decide(observed({"spec.pod": {"annotations": {annotation: "x"}}})), "Accepted")
     assert accepted["reason"] == ("Valid" if is_free else "InvalidSpec")
 
@@ -651,7 +651,7 @@ def test_no_annotation_loosens_what_a_container_may_do(annotation: str, is_free:
         ({"spec.scheduling": {"workloadPriorityClassName": "high"}}, "spec.scheduling.workloadPriorityClassName"),
     ],
 )  # fmt: skip
-def test_what_does_not_work_yet_is_refused_with_a_sentence(changes: dict[str, Any], path: str) -> None:
+def test_what_does_not_work_yet_is_rejected_with_a_sentence(changes: dict[str, Any], path: str) -> None:
     accepted = condition(decide(observed(changes)), "Accepted")
     assert (accepted["status"], accepted["reason"]) == ("False", "Unsupported")
     assert path in accepted["message"]
@@ -709,7 +709,7 @@ def test_an_invalid_spec_does_not_stop_an_attempt_that_lives() -> None:
 
 
 @pytest.mark.parametrize("cpu", ["0", 0, "0.0", "0m", "0e3"])
-def test_a_pod_without_cores_is_refused(cpu: Any) -> None:
+def test_a_pod_without_cores_is_rejected(cpu: Any) -> None:
     assert condition(decide(observed({"spec.pod.resources": {"cpu": cpu}})), "Accepted")["reason"] == "InvalidSpec"
 
 
@@ -1016,9 +1016,9 @@ def test_nothing_of_a_job_that_has_ended_lives_on() -> None:
     assert not desired.creates
 
 
-def not_ready(pods: tuple[PodObject, ...] | None, seconds: int = 30, refusal: str = "") -> Desired:
+def not_ready(pods: tuple[PodObject, ...] | None, seconds: int = 30, rejection: str = "") -> Desired:
     seen = observed(status={"attempts": {"total": 1}}, attempts=(attempt(active=1),), pods=pods)
-    seen = replace(seen, pods_refusal=refusal)
+    seen = replace(seen, pods_rejection=rejection)
     return decide(seen, f"2026-11-21T10:00:{seconds:02d}Z")
 
 
@@ -1080,27 +1080,27 @@ def test_an_attempt_without_pods_is_shown() -> None:
 
 
 def test_rejected_pods_give_a_warning_and_a_condition_with_the_message() -> None:
-    desired = not_ready((), refusal="exceeded quota: small, requested: limits.memory=2Gi")
+    desired = not_ready((), rejection="exceeded quota: small, requested: limits.memory=2Gi")
     scheduled = condition(desired, "Scheduled")
-    assert (scheduled["status"], scheduled["reason"]) == ("False", "PodsRefused")
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "PodsRejected")
     assert scheduled["message"] == (
         "Job demo-1 cannot create its pods: exceeded quota: small, requested: limits.memory=2Gi"
     )
     assert condition(desired, "Running")["reason"] == "Starting"
-    assert ("Warning", "PodsRefused") in {(note.type, note.reason) for note in desired.events}
+    assert ("Warning", "PodsRejected") in {(note.type, note.reason) for note in desired.events}
 
 
-def test_one_pod_that_came_through_hides_no_refusal_of_the_other() -> None:
+def test_one_pod_that_came_through_hides_no_rejection_of_the_other() -> None:
     pair = {"spec.parallelism": {"nodes": 2}, "spec.training.globalBatchSize": 8}
     pod = PodObject("demo-1-0-x", "p", 0, "", "Pending", unschedulable="no room")
     seen = observed(pair, status={"attempts": {"total": 1}}, attempts=(attempt(active=1),), pods=(pod,))
-    scheduled = condition(decide(replace(seen, pods_refusal="exceeded quota"), "2026-11-21T10:00:30Z"), "Scheduled")
+    scheduled = condition(decide(replace(seen, pods_rejection="exceeded quota"), "2026-11-21T10:00:30Z"), "Scheduled")
     assert scheduled["message"] == "Job demo-1 cannot create more pods: exceeded quota"
 
 
-def test_a_refusal_of_long_ago_says_nothing_once_every_pod_is_there() -> None:
+def test_a_rejection_of_long_ago_says_nothing_once_every_pod_is_there() -> None:
     pod = PodObject("demo-1-0-x", "p", 0, "node-0", "Pending")
-    assert condition(not_ready((pod,), refusal="of long ago"), "Scheduled")["reason"] == "Scheduled"
+    assert condition(not_ready((pod,), rejection="of long ago"), "Scheduled")["reason"] == "Scheduled"
 
 
 def test_pod_with_a_node_counts_as_scheduled_and_its_wait_is_reported() -> None:

@@ -93,13 +93,13 @@ def test_a_contract_of_ours_with_another_decision_must_be_read_first() -> None:
     with_cluster(scenario)
 
 
-def test_a_refusal_is_the_servers_sentence() -> None:
+def test_a_rejection_is_the_servers_sentence() -> None:
     async def scenario(api: FakeApi, client: ApiClient, _: Counts) -> None:
         store, applier = started(api, client)
         job = store.jobs.get(KEY)
         assert job is not None
         api.fail("POST", "jobs", 403)
-        assert (await applier.create(job, CHILDREN)).refusal == "Job demo-1: planned"
+        assert (await applier.create(job, CHILDREN)).rejection == "Job demo-1: planned"
 
     with_cluster(scenario)
 
@@ -214,7 +214,7 @@ def test_a_field_that_an_older_crd_lacks_is_left_out_and_said_once(caplog: pytes
             known = store.jobs.get(KEY)
             assert known is not None
             assert not await applier.write_status(known, sent), "nothing is written for ever"
-        assert api.count("PATCH") == 3 + 2, "each field is refused once"
+        assert api.count("PATCH") == 3 + 2, "each field is rejected once"
         said = [record.getMessage() for record in caplog.records if "has no" in record.getMessage()]
         assert said == [
             "the CRD of TrainingJob has no field status.attempts.ended, status.attempts.restarts; install the CRDs "

@@ -120,7 +120,7 @@ def test_an_api_server_that_is_back_is_asked_within_a_quarter_of_a_minute() -> N
         queue.done("a")
 
 
-def test_a_refusal_after_an_outage_is_the_first_failure() -> None:
+def test_a_rejection_after_an_outage_is_the_first_failure() -> None:
     """An API server that has just begun answers 403 until it has read its roles."""
     queue: KeyQueue[str] = KeyQueue(VirtualClock())
     for _ in range(12):

@@ -243,7 +243,7 @@ def test_labels_of_another_form_are_no_node(prometheus: FakePrometheus, clock: C
     assert "node-a" not in snapshot(prometheus, clock).nodes
 
 
-def test_a_refused_query_says_what_prometheus_said(prometheus: FakePrometheus, clock: Clock) -> None:
+def test_a_rejected_query_says_what_prometheus_said(prometheus: FakePrometheus, clock: Clock) -> None:
     prometheus.raw = b'{"status": "error", "error": "parse error: unexpected end"}'
     assert "rejected a query: parse error: unexpected end" in snapshot(prometheus, clock).problem
 

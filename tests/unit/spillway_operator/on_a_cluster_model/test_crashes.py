@@ -258,12 +258,12 @@ class ClusterMachine(RuleBasedStateMachine):
         self.world.remove_foreign()
 
     @rule(plural=st.sampled_from(["jobs", "configmaps", "services"]))
-    def admission_refuses(self, plural: str) -> None:
-        self.world.server.refuses = {plural}
+    def admission_rejects(self, plural: str) -> None:
+        self.world.server.rejects = {plural}
 
     @rule()
     def admission_allows(self) -> None:
-        self.world.server.refuses = set()
+        self.world.server.rejects = set()
 
     def running_pods(self) -> list[Any]:
         return [pod for pod in self.world.pods() if pod["status"]["phase"] == "Running"]
@@ -381,7 +381,7 @@ class ClusterMachine(RuleBasedStateMachine):
             return
         world = self.world
         world.remove_foreign()
-        world.server.refuses = set()
+        world.server.rejects = set()
         world.suspend(False)
         for _ in range(60):
             if world.is_over():
@@ -449,7 +449,7 @@ def disturb(machine: ClusterMachine, chance: Random) -> None:
         lambda: machine.a_foreign_namesake_appears(
             chance.choice(["jobs", "configmaps"]), chance.randint(1, 2), chance.random() < 0.5
         ),
-        lambda: machine.admission_refuses(chance.choice(["jobs", "configmaps", "services"])),
+        lambda: machine.admission_rejects(chance.choice(["jobs", "configmaps", "services"])),
         machine.the_operator_is_killed,
         lambda: machine.operator_looks(fault(chance)),
         lambda: machine.the_user_changes_the_lifecycle(chance.choice(["stallSeconds", "maxRestarts"]), 1000),

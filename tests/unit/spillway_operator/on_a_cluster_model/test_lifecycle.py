@@ -192,7 +192,7 @@ def test_a_time_that_cannot_be_ends_no_job(active_time: str) -> None:
 
 def test_pending_deadline_fails_the_job_and_says_what_was_in_the_way() -> None:
     world = World(lifecycle={"pendingDeadlineSeconds": 60})
-    world.server.refuses = {"jobs"}
+    world.server.rejects = {"jobs"}
     course(world, 50)
     assert not world.is_over()
     course(world, 30)
@@ -230,7 +230,7 @@ def test_a_pending_deadline_ends_an_attempt_whose_pods_never_ran(pod: dict[str, 
     assert said in ended["message"]
 
 
-def test_a_refused_spec_waits_no_longer_than_the_pending_deadline() -> None:
+def test_a_rejected_spec_waits_no_longer_than_the_pending_deadline() -> None:
     world = World(lifecycle={"pendingDeadlineSeconds": 60})
     world.edit(checkpoint={"resume": "Never"})
     course(world, 80, every=10)
@@ -733,7 +733,7 @@ def test_what_is_used_is_said_where_a_running_job_was_changed(change: dict[str, 
 
 
 @pytest.mark.parametrize("field", ["model", "data", "training", "parallelism"])
-def test_what_never_changes_is_refused_where_an_older_crd_let_it_through(field: str) -> None:
+def test_what_never_changes_is_rejected_where_an_older_crd_let_it_through(field: str) -> None:
     change: dict[str, Any] = {
         "model": {"config": {**World().job["spec"]["model"]["config"], "numLayers": 3}},
         "data": {"evaluation": {"everySteps": 3}},
@@ -913,7 +913,7 @@ def test_labels_that_somebody_took_off_a_job_start_no_second_attempt() -> None:
 def test_a_namespace_that_is_deleted_is_left_in_peace() -> None:
     """Objects go in any order, and the API server forbids new ones."""
     world = running(num_nodes=2)
-    world.server.refuses = {"jobs", "configmaps", "services"}
+    world.server.rejects = {"jobs", "configmaps", "services"}
     world.server.take("configmaps", "demo-1")
     world.delete_attempt(world.attempts()[0], foreground=False)
     for pod in world.pods():
@@ -948,7 +948,7 @@ def test_a_contract_of_an_older_operator_is_carried_on() -> None:
 
 
 def test_end_is_counted_once_whatever_the_next_attempts_contract_says() -> None:
-    """Its Job was refused, so that the status was written by a later look, which saw another end than the contract:
+    """Its Job was rejected, so that the status was written by a later look, which saw another end than the contract:
     a crash where the contract has a disruption. Carrying the contract on must not give the restart back."""
     at_first = {"total": 1, "ended": 1, "disruptions": 1, "lastReason": "PodDeleted", "activeSeconds": 5}
     data = decide(observed(status={"attempts": at_first})).creates[0]["data"]

@@ -1,4 +1,4 @@
-"""The progress endpoint over real TLS: who may post, what is refused, and how often a status is written."""
+"""The progress endpoint over real TLS: who may post, what is rejected, and how often a status is written."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_a_job_of_somebody_elses_with_our_labels_may_not_post(certificates: Path
         (b" " * (LONGEST_REPORT + 1), 413, str(LONGEST_REPORT)),
     ],
 )
-def test_a_report_that_is_none_is_refused_with_a_short_sentence(
+def test_a_report_that_is_none_is_rejected_with_a_short_sentence(
     certificates: Path, body: bytes, status: int, sentence: str
 ) -> None:
     async def scenario(bench: Bench) -> None:
@@ -305,7 +305,7 @@ def test_a_token_is_reviewed_once_a_minute_and_its_pod_read_once(certificates: P
     at_the_endpoint(certificates / "one", scenario)
 
 
-def test_a_refused_token_is_remembered_for_a_while(certificates: Path) -> None:
+def test_a_rejected_token_is_remembered_for_a_while(certificates: Path) -> None:
     async def scenario(bench: Bench) -> None:
         for _post in range(3):
             assert (await bench.post("forged"))[0] == 401

@@ -273,7 +273,7 @@ def test_a_storage_that_is_larger_than_the_device_is_named() -> None:
     )
 
 
-def test_what_fits_nowhere_is_refused_with_what_is_missing() -> None:
+def test_what_fits_nowhere_is_rejected_with_what_is_missing() -> None:
     found = choose(FOUR, replace(ROOMY, nvme_bytes=MIB))
     assert isinstance(found, NoChoice)
     assert found.missing_bytes == MIB
@@ -300,7 +300,7 @@ SENSELESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("said", SENSELESS)
-def test_figures_that_are_none_are_refused_by_name(said: str) -> None:
+def test_figures_that_are_none_are_rejected_by_name(said: str) -> None:
     storage, limits = SENSELESS[said]
     with pytest.raises(ValueError, match=said):
         choose([replace(FOUR[0], **storage), *FOUR[1:]], replace(ROOMY, **limits))

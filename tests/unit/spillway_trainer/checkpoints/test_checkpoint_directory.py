@@ -275,13 +275,13 @@ def test_strange_files_are_left_alone(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} >= {"lost+found", "notes.txt", "step-01.e1", "step-3.e1.old"}
 
 
-def test_directory_that_cannot_be_one_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_one_is_rejected_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot keep checkpoints in this directory"):
         Epoch.start(tmp_path / "file" / "checkpoints", 1)
 
 
-def test_manifest_of_a_later_format_is_refused_not_passed_over(tmp_path: Path) -> None:
+def test_manifest_of_a_later_format_is_rejected_not_passed_over(tmp_path: Path) -> None:
     history(tmp_path, (1, (10,)))
     path = tmp_path / "step-10.e1" / "manifest.json"
     fields = unseal(path.read_bytes()) | {"version": 3}

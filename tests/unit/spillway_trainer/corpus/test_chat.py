@@ -117,7 +117,7 @@ def test_every_token_of_the_first_and_the_last_character_is_a_label(tmp_path: Pa
 
 def test_tools_and_further_arguments_reach_the_template(tmp_path: Path) -> None:
     template = UNMARKED["chatml"] + "{% if think %}T{% endif %}{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
-    chat = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "no", "refusal": None}]
+    chat = [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "no", "rejection": None}]
     line = {"messages": chat, "tools": [{"name": "f"}], "chat_template_kwargs": {"think": True}}
     with pytest.raises(UserError, match=r"messages\[1\]: the chat template renders .* difference on, 'Tf' instead of "):
         ours(tmp_path, "chatml", template, [line])

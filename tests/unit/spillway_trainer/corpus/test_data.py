@@ -247,7 +247,9 @@ def test_checkpoints_of_the_split_at_the_end_are_of_another_run(tmp_path: Path) 
     ("num_tokens", "fraction", "needs"),
     [(8, 0.0, " needs at least 9"), (9, 0.01, r" with spec\.data\.evaluation\.fraction 0\.01 needs at least 17")],
 )
-def test_too_small_corpus_is_refused_with_numbers(tmp_path: Path, num_tokens: int, fraction: float, needs: str) -> None:
+def test_too_small_corpus_is_rejected_with_numbers(
+    tmp_path: Path, num_tokens: int, fraction: float, needs: str
+) -> None:
     with pytest.raises(
         UserError, match=rf"has {num_tokens} tokens, but spec\.training\.sequenceLength 8{needs}; give more text"
     ):

@@ -92,14 +92,14 @@ def test_links_that_lead_in_a_circle_are_left_out(tmp_path: Path) -> None:
     assert text_source(tmp_path).files == ("c.txt",)
 
 
-def test_a_directory_that_cannot_be_read_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's refusal is injected: tests may run as root, to whom nothing is unreadable."""
+def test_a_directory_that_cannot_be_read_is_rejected_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's rejection is injected: tests may run as root, to whom nothing is unreadable."""
 
-    def refuse(path: object) -> None:
+    def reject(path: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr("os.scandir", refuse)
+    monkeypatch.setattr("os.scandir", reject)
     with pytest.raises(UserError, match=f"cannot read {tmp_path}: Permission denied"):
         text_source(tmp_path)
 
@@ -138,12 +138,12 @@ def test_long_document_comes_in_pieces_cut_at_line_ends(tmp_path: Path, monkeypa
     assert [piece.ends_document for piece in pieces] == [False, True]
 
 
-def test_missing_path_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_missing_path_is_rejected_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"spec\.data\.text: .*/nowhere does not exist"):
         text_source(tmp_path / "nowhere")
 
 
-def test_directory_without_text_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
+def test_directory_without_text_is_rejected_with_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"\*\.txt .*\*\.jsonl.*none"):
         text_source(write(tmp_path / "text", a__png="x"))
 
@@ -153,7 +153,7 @@ def test_empty_files_are_no_corpus(tmp_path: Path) -> None:
         text_source(write(tmp_path / "text", a__txt=""))
 
 
-def test_corpus_without_a_document_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_corpus_without_a_document_is_rejected_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1 binary files"):
         built(write(tmp_path / "text", a__txt=b"\x00" * 100), tmp_path / "corpus")
     assert not list(tmp_path.glob("corpus*"))
@@ -289,7 +289,7 @@ def lost_index(corpus: Path, text: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_corpus_that_is_not_as_it_was_built_is_refused(
+def test_corpus_that_is_not_as_it_was_built_is_rejected(
     tmp_path: Path, change: Callable[[Path, Path], None], sentence: str
 ) -> None:
     root = write(tmp_path / "text", a__txt=TEXT)
@@ -299,7 +299,7 @@ def test_corpus_that_is_not_as_it_was_built_is_refused(
         prepare_corpus(text_source(root), tmp_path / "corpus", 300, silent)
 
 
-def test_model_with_a_smaller_vocabulary_is_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_model_with_a_smaller_vocabulary_is_rejected_with_both_numbers(tmp_path: Path) -> None:
     root = write(tmp_path / "text", a__py=CODE)
     corpus = built(root, tmp_path / "corpus")
     assert corpus.index.vocab_size == 300
@@ -307,7 +307,7 @@ def test_model_with_a_smaller_vocabulary_is_refused_with_both_numbers(tmp_path: 
         open_corpus(tmp_path / "corpus", text_source(root), 299)
 
 
-def test_vocabulary_too_small_for_bytes_is_refused(tmp_path: Path) -> None:
+def test_vocabulary_too_small_for_bytes_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"vocabSize = 256: .* at least 257"):
         built(write(tmp_path / "text", a__txt=TEXT), tmp_path / "corpus", vocab_size=256)
 
@@ -431,7 +431,7 @@ def test_a_child_builds_with_a_given_tokenizer_too(tmp_path: Path) -> None:
     assert child.fingerprint == open_corpus(tmp_path / "here", source, 1000).fingerprint
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     source = text_source(write(tmp_path / "text", a__txt=TEXT))
     with pytest.raises(
@@ -440,7 +440,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         build_corpus(source, tmp_path / "corpus", 1000, silent, TokenizerRecipe(model_directory=tmp_path / "model"))
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_model_is_rejected(tmp_path: Path) -> None:
     source = text_source(write(tmp_path / "text", a__txt=TEXT))
     recipe = TokenizerRecipe(model_directory=model_directory(tmp_path / "model"))
     with pytest.raises(UserError, match="the model's vocabSize is 8"):

@@ -356,7 +356,7 @@ def list_for_dict(state: Any) -> None:
         (list_for_dict, r"rank_1"),
     ],
 )
-def test_wrong_zero_states_are_refused(tmp_path: Path, change: Any, sentence: str) -> None:
+def test_wrong_zero_states_are_rejected(tmp_path: Path, change: Any, sentence: str) -> None:
     path, content = changed_zero(tmp_path / "t", rank=1)
     change(content["optimizer_state_dict"])
     torch.save(content, path)
@@ -364,7 +364,7 @@ def test_wrong_zero_states_are_refused(tmp_path: Path, change: Any, sentence: st
         open_foreign(tmp_path / "t")
 
 
-def test_zero_without_the_states_of_a_rank_is_refused(tmp_path: Path) -> None:
+def test_zero_without_the_states_of_a_rank_is_rejected(tmp_path: Path) -> None:
     path, _ = changed_zero(tmp_path / "t", rank=1)
     path.unlink()
     with pytest.raises(UserError, match="has the optimizer states of 1 ranks, but the run had 2 ranks"):
@@ -380,7 +380,7 @@ def test_zero_without_the_states_of_a_rank_is_refused(tmp_path: Path) -> None:
         ("layer_01-model_00-model_states.pt", "written with pipeline or expert parallelism"),
     ],
 )
-def test_zero_of_other_parallelism_or_with_stale_files_is_refused(tmp_path: Path, name: str, sentence: str) -> None:
+def test_zero_of_other_parallelism_or_with_stale_files_is_rejected(tmp_path: Path, name: str, sentence: str) -> None:
     path, _ = changed_zero(tmp_path / "t", rank=1)
     shutil.copy(path, tmp_path / "t" / name)
     with pytest.raises(UserError, match=sentence):
@@ -446,7 +446,7 @@ def nowhere(metadata: Any) -> None:
         (nowhere, "the metadata does not say in which file"),
     ],
 )
-def test_wrong_distributed_metadata_are_refused(distributed: Path, change: Any, sentence: str) -> None:
+def test_wrong_distributed_metadata_are_rejected(distributed: Path, change: Any, sentence: str) -> None:
     changed_metadata(distributed, change)
     with pytest.raises(UserError, match=sentence):
         read_all(distributed)
@@ -462,7 +462,7 @@ def test_wrong_distributed_metadata_are_refused(distributed: Path, change: Any, 
         (["state.a.exp_avg", "state.a.exp_avg_sq", "state.a.step", "m.a", "n.a"], "prefixes found are: 'm.', 'n.'"),
     ],
 )
-def test_wrong_distributed_keys_are_refused(keys: list[str], sentence: str) -> None:
+def test_wrong_distributed_keys_are_rejected(keys: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         find_keys(keys, Path("foreign"))
 
@@ -489,7 +489,7 @@ def test_prefixes_of_keys_are_the_writers(model: str, optimizer: str) -> None:
         ),
     ],
 )
-def test_states_of_another_model_are_refused(tmp_path: Path, shapes: Any, sentence: str) -> None:
+def test_states_of_another_model_are_rejected(tmp_path: Path, shapes: Any, sentence: str) -> None:
     write_zero(tmp_path / "t", 1, 2, states())
     with pytest.raises(UserError, match=sentence):
         matched(open_foreign(tmp_path / "t"), shapes, class_names({"class": "any"}))
@@ -515,7 +515,7 @@ def job(directory: Path, **training: Any) -> JobFile:
         ({}, r"belongs to another model than spec.model; 42 parameters differ"),
     ],
 )
-def test_import_refuses_what_the_job_cannot_go_on_from_and_writes_nothing(
+def test_import_rejects_what_the_job_cannot_go_on_from_and_writes_nothing(
     tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
     write_zero(tmp_path / "t", 1, 2, states())
@@ -525,7 +525,7 @@ def test_import_refuses_what_the_job_cannot_go_on_from_and_writes_nothing(
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_import_into_a_job_of_another_rule_is_refused(tmp_path: Path) -> None:
+def test_import_into_a_job_of_another_rule_is_rejected(tmp_path: Path) -> None:
     write_zero(tmp_path / "t", 1, 2, states())
     said = r"optimizer\.name = Lion: this optimizer keeps the states master, exp_avg, but only .* use AdamW or Adam"
     with pytest.raises(UserError, match=said):

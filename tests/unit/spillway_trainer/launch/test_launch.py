@@ -208,7 +208,7 @@ def test_a_pod_knows_its_node_by_its_completion_index() -> None:
 
 
 @pytest.mark.parametrize("index", ["2", "-1", "x", ""])
-def test_an_index_without_a_node_is_refused(index: str) -> None:
+def test_an_index_without_a_node_is_rejected(index: str) -> None:
     with pytest.raises(UserError, match="JOB_COMPLETION_INDEX"):
         launch.node_rank(layout(num_nodes=2), {"JOB_COMPLETION_INDEX": index})
 

@@ -1,4 +1,4 @@
-"""Slots and layouts: which segment is where, what an evicted parameter is, what is refused."""
+"""Slots and layouts: which segment is where, what an evicted parameter is, what is rejected."""
 
 from __future__ import annotations
 
@@ -208,19 +208,19 @@ def test_an_alias_is_in_the_slot_and_not_at_home() -> None:
         ),
     ],
 )
-def test_homes_that_do_not_fit_the_model_are_refused(homes: tuple[Tier, ...], message: str) -> None:
+def test_homes_that_do_not_fit_the_model_are_rejected(homes: tuple[Tier, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_homes(transformer(tied=True), homes)
 
 
-def test_a_parameter_of_two_segments_is_refused() -> None:
+def test_a_parameter_of_two_segments_is_rejected() -> None:
     model = meta([(4, 4), (4, 4)])
     model.layers[1].weight = model.layers[0].weight
     with pytest.raises(UserError, match=r"layers\.0\.weight belongs to several segments"):
         check_homes(model, (Tier.HOST, Tier.HOST))
 
 
-def test_a_parameter_that_is_not_contiguous_is_refused() -> None:
+def test_a_parameter_that_is_not_contiguous_is_rejected() -> None:
     model = meta([(4, 8)])
     model.layers[0].weight = nn.Parameter(torch.empty(4, 8, device="meta").t())
     with pytest.raises(UserError, match="not contiguous"):

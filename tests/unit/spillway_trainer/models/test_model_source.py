@@ -1,4 +1,4 @@
-"""A Hugging Face directory is read tensor by tensor, or refused with names."""
+"""A Hugging Face directory is read tensor by tensor, or rejected with names."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_digest_depends_on_the_weights_but_not_on_their_shards(gpt2: Path, tmp_p
     assert SAMPLED_BYTES == 4096, "docs/models.md says so"
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is rejected -------------------------------------------------------------------------------------------------
 
 
 def rename_weights(directory: Path) -> None:
@@ -205,7 +205,7 @@ DEEP = "[" * 100_000
 BIAS = "transformer.h.0.ln_1.bias"
 NOT_ITS_BYTES = r"the byte range of tensor \S+ does not match its type, shape and offset; copy the file again"
 NO_MODEL = r"config\.json: no model can be built from this GPT2Config: "
-REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+REJECTED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickled weights": (rename_weights, r"holds pytorch_model\.bin .* can run code when read"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "a cut file": (cut, r"model\.safetensors: has \d+ bytes, but its header says \d+; copy the file again"),
@@ -269,8 +269,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("damage", "words"), REFUSED.values(), ids=REFUSED)
-def test_a_directory_that_is_not_right_is_refused_with_what_was_found(
+@pytest.mark.parametrize(("damage", "words"), REJECTED.values(), ids=REJECTED)
+def test_a_directory_that_is_not_right_is_rejected_with_what_was_found(
     damage: Callable[[Path], Any], words: str, gpt2: Path
 ) -> None:
     damage(gpt2)
@@ -307,7 +307,7 @@ def test_a_value_that_is_no_number_equals_itself(gpt2: Path) -> None:
     assert values_of(built(gpt2))["transformer.wte.weight"].isnan().sum() == 1
 
 
-def test_a_file_that_safetensors_does_not_read_is_refused(gpt2: Path) -> None:
+def test_a_file_that_safetensors_does_not_read_is_rejected(gpt2: Path) -> None:
     directory = open_model_directory(gpt2)
     (gpt2 / "model.safetensors").write_text("x" * 100)
     with pytest.raises(UserError, match=rf"cannot read {BIAS}: .*copy the file again"):
@@ -359,7 +359,7 @@ def test_an_index_cannot_lead_out_of_the_directory(gpt2: Path, tmp_path: Path) -
         built(gpt2)
 
 
-def test_a_sequence_longer_than_the_learned_positions_is_refused(tmp_path: Path) -> None:
+def test_a_sequence_longer_than_the_learned_positions_is_rejected(tmp_path: Path) -> None:
     short = saved(GPT2LMHeadModel(GPT2Config(**GPT2.to_diff_dict() | {"n_positions": 8})), tmp_path / "short")
     with pytest.raises(UserError, match="the model has 8 learned positions"):
         built(short)

@@ -1,4 +1,4 @@
-"""Models from entry points, the values they begin with, and what of them is refused."""
+"""Models from entry points, the values they begin with, and what of them is rejected."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_an_entry_point_gives_a_chain_or_a_model_of_a_known_family(function: str
     assert not any(buffer.is_meta for buffer in chain.buffers())
 
 
-REFUSED = {
+REJECTED = {
     "nowhere:build": "cannot import nowhere: ModuleNotFoundError.* PYTHONPATH",
     "their_models:missing": "their_models has no function missing",
     "their_models:number": "their_models has no function number",
@@ -180,9 +180,9 @@ def test_empty_parameters_and_layers_used_twice_are_rejected() -> None:
         made_by("model_with_layer_twice")
 
 
-@pytest.mark.parametrize("entrypoint", REFUSED)
-def test_what_an_entry_point_may_not_give_is_refused_with_a_sentence(entrypoint: str) -> None:
-    with pytest.raises(UserError, match=rf"spec\.model\.entrypoint = {entrypoint}: {REFUSED[entrypoint]}"):
+@pytest.mark.parametrize("entrypoint", REJECTED)
+def test_what_an_entry_point_may_not_give_is_rejected_with_a_sentence(entrypoint: str) -> None:
+    with pytest.raises(UserError, match=rf"spec\.model\.entrypoint = {entrypoint}: {REJECTED[entrypoint]}"):
         build_model(spec_of(entrypoint=entrypoint))
 
 
@@ -220,7 +220,7 @@ def test_an_adapter_changes_nothing_at_first() -> None:
         (["wte"], "wte is Embedding, but adapters need linear layers"),
     ],
 )
-def test_a_target_that_cannot_have_an_adapter_is_refused(targets: list[str], words: str) -> None:
+def test_a_target_that_cannot_have_an_adapter_is_rejected(targets: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         build_model(spec_of("gpt2", lora={"targetModules": targets}))
 

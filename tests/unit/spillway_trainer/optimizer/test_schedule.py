@@ -51,7 +51,7 @@ def test_every_step_of_a_run_learns(name: ScheduleName, num_steps: int, data: st
     assert rates[warmup_steps:] == sorted(rates[warmup_steps:], reverse=True)
 
 
-def test_warmup_longer_than_the_run_is_refused() -> None:
+def test_warmup_longer_than_the_run_is_rejected() -> None:
     with pytest.raises(ValueError, match="warmup of 11 steps"):
         LearningRate("Cosine", peak=1.0, num_steps=10, warmup_steps=11)
 

@@ -246,7 +246,7 @@ def test_lazy_lanes_show_stale_weights_to_a_forward_that_does_not_wait(in_place:
     assert plain.difference(stale) != []
 
 
-def test_backward_before_flush_is_refused() -> None:
+def test_backward_before_flush_is_rejected() -> None:
     case = Case(torch.bfloat16)
     host, ledger = HostSlab(HOST_BYTES), DeviceLedger(None)
     plan = split(1, 0, 0, 1009, overlap="Forward")

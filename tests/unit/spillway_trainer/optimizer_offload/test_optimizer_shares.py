@@ -71,7 +71,7 @@ def test_two_thirds_and_one_third_interleave_with_period_three() -> None:
 
 
 @pytest.mark.parametrize("shares", [(0.5, 0.6, 0.0), (1.2, -0.2, 0.0), (0.0, 0.0, 0.0)])
-def test_shares_that_are_no_split_are_refused(shares: tuple[float, float, float]) -> None:
+def test_shares_that_are_no_split_are_rejected(shares: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="sum to 1"):
         Shares(*shares)
 
@@ -102,7 +102,7 @@ def test_a_stride_streams_every_kth_chunk_and_the_cpu_updates_the_others(every: 
 
 
 @pytest.mark.parametrize("every", [-2, 0, 1, 11])
-def test_a_stride_that_nobody_ran_is_refused(every: int) -> None:
+def test_a_stride_that_nobody_ran_is_rejected(every: int) -> None:
     with pytest.raises(ValueError, match=f"stride {every}: must be from 2 to 10"):
         stride(every)
 

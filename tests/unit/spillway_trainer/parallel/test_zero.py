@@ -1,4 +1,4 @@
-"""Strategies Zero1 to Zero3 and Fsdp without their libraries: who has what, what is summed where, what is refused."""
+"""Strategies Zero1 to Zero3 and Fsdp without their libraries: who has what, what is summed where, what is rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spillway_trainer.parallel.deepspeed.layout import ShardPiece, cut_evenly, c
 from spillway_trainer.parallel.deepspeed.support import SUPPORT, check_version
 from spillway_trainer.parallel.fsdp import cut_rows
 from spillway_trainer.parallel.reduced_gradients import ReducedGradients
-from spillway_trainer.parallel.run import refuse, tie
+from spillway_trainer.parallel.run import reject, tie
 from spillway_trainer.parallel.segment_gradients import SegmentGradients
 from spillway_trainer.ranks import World
 from spillway_trainer.tiers.device_ledger import DeviceLedger
@@ -126,7 +126,7 @@ def test_gradients_are_charged_until_they_are_exchanged() -> None:
     assert ledger.peak_bytes >= before + 4000
 
 
-def test_a_gradient_that_other_ranks_have_not_is_refused_by_name() -> None:
+def test_a_gradient_that_other_ranks_have_not_is_rejected_by_name() -> None:
     gradients = reduced(Together(World(rank=1, size=2), agrees=False), {"expert.weight": 10}, {})
     gradients.take("expert.weight", torch.zeros(10))
     with pytest.raises(UserError, match=r"rank 1 has a gradient \(of expert\.weight\).*use strategy Ddp"):
@@ -190,7 +190,7 @@ def test_parts_of_a_gradient_are_added_in_float32() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.19.5", "0.19.7", "0.20.0", "1.0", "0.18.9"])
-def test_another_deepspeed_is_refused(version: str) -> None:
+def test_another_deepspeed_is_rejected(version: str) -> None:
     with pytest.raises(UserError, match=rf"DeepSpeed {version}.*0\.19\.8 or later, below 0\.20"):
         check_version(version)
 
@@ -234,7 +234,7 @@ def mixed() -> Chain:
 
 
 PLAN = local_runs.disabled_plan().model_copy(update={"strategy": "Zero2"})
-REFUSED: dict[str, tuple[MemoryPlan, Chain, World]] = {
+REJECTED: dict[str, tuple[MemoryPlan, Chain, World]] = {
     "one rank has nothing to shard": (PLAN, Tied(), World()),
     "the plan streams parameters": (
         PLAN.model_copy(update={"parameters": ParameterPlan(order="WeightStationary")}),
@@ -251,10 +251,10 @@ REFUSED: dict[str, tuple[MemoryPlan, Chain, World]] = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_divided_is_refused_before_it_has_memory(said: str) -> None:
+@pytest.mark.parametrize("said", REJECTED)
+def test_what_cannot_be_divided_is_rejected_before_it_has_memory(said: str) -> None:
     with pytest.raises(UserError, match=f"strategy = Zero2: .*{said}"):
-        refuse(*REFUSED[said])
+        reject(*REJECTED[said])
 
 
 def of_several_types() -> Chain:
@@ -270,7 +270,7 @@ def scalar() -> Chain:
 
 
 FSDP = PLAN.model_copy(update={"strategy": "Fsdp"})
-REFUSED_BY_FSDP: dict[str, tuple[MemoryPlan, Chain, World]] = {
+REJECTED_BY_FSDP: dict[str, tuple[MemoryPlan, Chain, World]] = {
     "one rank has nothing to shard": (FSDP, Tied(), World()),
     "the plan streams parameters": (
         FSDP.model_copy(update={"parameters": ParameterPlan(order="WeightStationary")}),
@@ -288,10 +288,10 @@ REFUSED_BY_FSDP: dict[str, tuple[MemoryPlan, Chain, World]] = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED_BY_FSDP)
-def test_what_fsdp2_cannot_divide_is_refused_before_it_has_memory(said: str) -> None:
+@pytest.mark.parametrize("said", REJECTED_BY_FSDP)
+def test_what_fsdp2_cannot_divide_is_rejected_before_it_has_memory(said: str) -> None:
     with pytest.raises(UserError, match=f"strategy = Fsdp: .*{said}"):
-        refuse(*REFUSED_BY_FSDP[said])
+        reject(*REJECTED_BY_FSDP[said])
 
 
 def test_only_these_strategies_import_deepspeed_and_fsdp2() -> None:
@@ -343,7 +343,7 @@ def engine(**changes: Any) -> SimpleNamespace:
         ("zero_optimization.stage", {"zero_optimization_stage": 0}, "0"),
     ],
 )
-def test_an_engine_is_refused_by_the_field_that_is_outside(field: str, changes: dict[str, Any], said: str) -> None:
+def test_an_engine_is_rejected_by_the_field_that_is_outside(field: str, changes: dict[str, Any], said: str) -> None:
     (rule,) = [rule for rule in SUPPORT if rule.field == field]
     assert rule.found(engine(**changes)) == said
     assert rule.found(engine()) == ""

@@ -417,7 +417,7 @@ def test_a_url_that_cannot_be_read_is_a_sentence(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["operator", "ftp://operator/x", "https:///progress", "http://operator/progress"])
-def test_a_url_that_would_lose_the_token_is_refused(url: str) -> None:
+def test_a_url_that_would_lose_the_token_is_rejected(url: str) -> None:
     with pytest.raises(UserError, match="https"):
         endpoint({"KUBEFLOW_TRAINER_SERVER_URL": url, "KUBEFLOW_TRAINER_SERVER_TOKEN": "/token"})
 
@@ -453,7 +453,7 @@ def test_nobody_listening_costs_a_line(operator: Operator, tmp_path: Path) -> No
     started = start(operator, tmp_path)
     started.client.step(step(1))
     started.client.close()
-    assert len(started.said) == 1 and "refused" in started.said[0]
+    assert len(started.said) == 1 and "rejected" in started.said[0]
 
 
 def test_an_operator_that_never_answers_does_not_delay_the_end(

@@ -164,7 +164,7 @@ def test_members_of_a_sweep_are_runs_of_their_own(server: str, tmp_path: Path) -
 
 
 class Unreachable(NamedTuple):
-    """Trackers of an attempt whose MLflow refuses connections, which was reported."""
+    """Trackers of an attempt whose MLflow rejects connections, which was reported."""
 
     trackers: Trackers
     asked: dict[str, Any]

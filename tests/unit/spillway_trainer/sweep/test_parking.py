@@ -116,7 +116,7 @@ def test_members_come_and_go_for_ever_in_the_room_that_the_plan_has(tmp_path: Pa
     place.close()
 
 
-def test_bytes_beyond_the_room_are_refused_and_nothing_of_them_stays(tmp_path: Path) -> None:
+def test_bytes_beyond_the_room_are_rejected_and_nothing_of_them_stays(tmp_path: Path) -> None:
     place = opened(tmp_path, parked_bytes=BLOCK)
     stays = place.park("slow", [("a", torch.arange(100))])
     held = place.held_bytes

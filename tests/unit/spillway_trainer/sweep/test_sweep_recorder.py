@@ -175,6 +175,6 @@ def test_sweep_steps_are_those_made_plus_those_left_for_running_members() -> Non
         {"bestMember": "b"},
     ],
 )
-def test_a_report_of_members_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+def test_a_report_of_members_that_cannot_be_is_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         TrainingProgress.model_validate({"epoch": 1, "step": 1, "steps": 2} | wrong)

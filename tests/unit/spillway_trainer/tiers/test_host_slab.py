@@ -55,7 +55,7 @@ def test_a_full_slab_names_its_holders() -> None:
         slab.allocate(2 * PAGE, "masters")
 
 
-def test_a_slab_of_nothing_refuses_every_allocation() -> None:
+def test_a_slab_of_nothing_rejects_every_allocation() -> None:
     with pytest.raises(HostOutOfMemory):
         HostSlab(0).allocate(1, "masters")
 

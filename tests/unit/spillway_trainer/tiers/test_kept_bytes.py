@@ -1,4 +1,4 @@
-"""What a spill device refuses stays in host memory, comes back as it was, and is told once; without room the write's
+"""What a spill device rejects stays in host memory, comes back as it was, and is told once; without room the write's
 error is the step's."""
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def test_retired_device_without_host_room_reports_the_first_failure() -> None:
     assert caught.value.details["errno"] == errno.EIO
 
 
-def test_the_host_slab_grows_once_and_only_for_what_a_device_refused() -> None:
+def test_the_host_slab_grows_once_and_only_for_what_a_device_rejected() -> None:
     setup = Setup(host_pages=0, spare_pages=2)
     assert setup.host.capacity_bytes == 0
     setup.file.failing.add("write")
@@ -253,7 +253,7 @@ def test_shares_are_whole_blocks_by_rate_and_add_up(weights: list[float]) -> Non
     assert all(abs(s - 1024 * PAGE * w / sum(expected)) <= 2 * PAGE for s, w in zip(sizes, expected, strict=True))
 
 
-def test_a_child_process_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_process_is_rejected_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
     monkeypatch.setattr("os.getpid", lambda: -1)
     with pytest.raises(RuntimeError, match=r"was used in its forked child -1; the two would write to the same place"):

@@ -93,7 +93,7 @@ def test_members_are_the_same_after_a_journey_through_json() -> None:
         ('{name: a, data: {evaluation: {sequences: 2}}}', "spec.members[0].data.evaluation", "on the same text"),
     ],
 )  # fmt: skip
-def test_what_a_member_cannot_be_is_refused_where_it_stands(members: str, where: str, allowed: str) -> None:
+def test_what_a_member_cannot_be_is_rejected_where_it_stands(members: str, where: str, allowed: str) -> None:
     problems = problems_of(sweep(members))
     assert any(where in one.path and allowed in one.problem for one in problems), problems
 
@@ -115,7 +115,7 @@ def test_sound_members_have_no_problems_and_a_stray_objective_has_one() -> None:
     assert [one.path for one in problems_of(sweep(""))] == ["spec.objective"]
 
 
-def test_member_spec_refuses_by_name() -> None:
+def test_member_spec_rejects_by_name() -> None:
     job = sweep("{name: a, training: {steps: 0}}")
     with pytest.raises(InvalidJob, match="member a"):
         member_spec(job.spec, job.spec.members[0])
@@ -183,7 +183,7 @@ def test_a_member_that_does_not_fit_is_named_with_what_is_missing() -> None:
     assert max(found.missing_bytes.values()) > 0
 
 
-def test_members_that_have_no_room_to_park_are_refused_with_bytes() -> None:
+def test_members_that_have_no_room_to_park_are_rejected_with_bytes() -> None:
     found = make_plan(sweep(THREE), local_node(2, 4 * GIB, 4 * GIB, 1 * MIB), explained=False)
     assert isinstance(found, Infeasible)
     assert found.missing_bytes[Tier.NVME] > 0

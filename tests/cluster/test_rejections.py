@@ -1,7 +1,7 @@
-"""Refusals of an attempt's objects on the real API server: quota, LimitRange, admission policies.
+"""Rejections of an attempt's objects on the real API server: quota, LimitRange, admission policies.
 
-Each refusal becomes a condition with a reason and the API server's own sentence, and none is final: once the cause is
-gone, the job continues by itself. Pods are on fake nodes, so that nothing is trained, but the refusals are real.
+Each rejection becomes a condition with a reason and the API server's own sentence, and none is final: once the cause is
+gone, the job continues by itself. Pods are on fake nodes, so that nothing is trained, but the rejections are real.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SECONDS = 180.0
 
 
 @dataclass(frozen=True)
-class Refusing:
-    """Something in a namespace that refuses objects, and what the status must say about it."""
+class Rejecting:
+    """Something in a namespace that rejects objects, and what the status must say about it."""
 
     obstacle: Document
     reason: str
@@ -62,57 +62,57 @@ def policy(group: str, resource: str) -> Document:
 
 
 CASES = {
-    "a quota that has no room for the Job": Refusing(
-        quota(count__jobs_batch="0"), "Refused", (f"Job {NAME}-1: ", "exceeded quota: small", "count/jobs.batch=0")
+    "a quota that has no room for the Job": Rejecting(
+        quota(count__jobs_batch="0"), "Rejected", (f"Job {NAME}-1: ", "exceeded quota: small", "count/jobs.batch=0")
     ),
-    "a quota that has no room for the ConfigMap": Refusing(
-        quota(count__configmaps="0"), "Refused", (f"ConfigMap {NAME}-1: ", "exceeded quota: small", "count/configmaps")
+    "a quota that has no room for the ConfigMap": Rejecting(
+        quota(count__configmaps="0"), "Rejected", (f"ConfigMap {NAME}-1: ", "exceeded quota: small", "count/configmaps")
     ),
-    "a quota that has no room for the pod": Refusing(
-        quota(limits_memory="16Mi"), "PodsRefused", (f"Job {NAME}-1", "exceeded quota: small", "limits.memory=16Mi")
+    "a quota that has no room for the pod": Rejecting(
+        quota(limits_memory="16Mi"), "PodsRejected", (f"Job {NAME}-1", "exceeded quota: small", "limits.memory=16Mi")
     ),
-    "a quota that asks for a limit which trainers have not": Refusing(
-        quota(limits_cpu="8"), "PodsRefused", ("failed quota: small: must specify limits.cpu for: trainer",)
+    "a quota that asks for a limit which trainers have not": Rejecting(
+        quota(limits_cpu="8"), "PodsRejected", ("failed quota: small: must specify limits.cpu for: trainer",)
     ),
-    "a LimitRange below the request": Refusing(
-        limit_range(max={"memory": "16Mi"}), "PodsRefused", ("maximum memory usage per Container is 16Mi",)
+    "a LimitRange below the request": Rejecting(
+        limit_range(max={"memory": "16Mi"}), "PodsRejected", ("maximum memory usage per Container is 16Mi",)
     ),
-    "a policy against ConfigMaps": Refusing(
-        policy("", "configmaps"), "Refused", (f"ConfigMap {NAME}-1: ", "the platform team allows no configmaps here")
+    "a policy against ConfigMaps": Rejecting(
+        policy("", "configmaps"), "Rejected", (f"ConfigMap {NAME}-1: ", "the platform team allows no configmaps here")
     ),
-    "a policy against Jobs": Refusing(
-        policy("batch", "jobs"), "Refused", (f"Job {NAME}-1: ", "the platform team allows no jobs here")
+    "a policy against Jobs": Rejecting(
+        policy("batch", "jobs"), "Rejected", (f"Job {NAME}-1: ", "the platform team allows no jobs here")
     ),
-    "a policy against pods": Refusing(
-        policy("", "pods"), "PodsRefused", (f"Job {NAME}-1", "the platform team allows no pods here")
+    "a policy against pods": Rejecting(
+        policy("", "pods"), "PodsRejected", (f"Job {NAME}-1", "the platform team allows no pods here")
     ),
 }
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The job while it was refused, and after the cause was gone."""
+    """The job while it was rejected, and after the cause was gone."""
 
-    refused: Document
+    rejected: Document
     events: list[Document]
     later: Document
 
 
 @pytest.fixture(scope="module")
 def seen(spillway: Installed) -> Iterator[dict[str, Seen]]:
-    """Runs all cases at once, each in its own namespace, because refused objects are tried again after ever longer
+    """Runs all cases at once, each in its own namespace, because rejected objects are tried again after ever longer
     pauses."""
     run = uuid.uuid4().hex[:6]
-    places = {case: f"refused-{run}-{number}" for number, case in enumerate(CASES)}
+    places = {case: f"rejected-{run}-{number}" for number, case in enumerate(CASES)}
     bed = spillway.bed
     try:
         for case, place in places.items():
             put(bed, place, CASES[case].obstacle)
         for case, place in places.items():
-            wait_until_it_refuses(bed, place, CASES[case].obstacle)
+            wait_until_it_rejects(bed, place, CASES[case].obstacle)
         for place in places.values():
             spillway.create(on_fake_nodes(example(NAME, place)))
-        refused = {
+        rejected = {
             case: when(spillway, place, lambda job, case=case: reason(job) == CASES[case].reason)
             for case, place in places.items()
         }
@@ -120,7 +120,7 @@ def seen(spillway: Installed) -> Iterator[dict[str, Seen]]:
         for case, place in places.items():
             take(bed, place, CASES[case].obstacle)
         later = {case: when(spillway, place, goes_on) for case, place in places.items()}
-        yield {case: Seen(refused[case], events[case], later[case]) for case in CASES}
+        yield {case: Seen(rejected[case], events[case], later[case]) for case in CASES}
     finally:
         for case, place in places.items():
             take(bed, place, CASES[case].obstacle)
@@ -186,10 +186,10 @@ TRIALS: dict[str, Document] = {
     "jobs": {"apiVersion": "batch/v1", "kind": "Job", "spec": {"template": {"spec": sample_pod()["spec"]}}},
     "pods": sample_pod(),
 }
-"""resource -> an object that nothing but the policy refuses"""
+"""resource -> an object that nothing but the policy rejects"""
 
 
-def wait_until_it_refuses(bed: Bed, namespace: str, obstacle: Document) -> None:
+def wait_until_it_rejects(bed: Bed, namespace: str, obstacle: Document) -> None:
     """Waits until the obstacle takes effect: for some seconds, a quota is still counted, and a policy is still
     compiled."""
     if obstacle["kind"] == "LimitRange":
@@ -209,19 +209,19 @@ def wait_until_it_refuses(bed: Bed, namespace: str, obstacle: Document) -> None:
             if "the platform team" in str(error):
                 return
         time.sleep(0.3)
-    raise AssertionError(f"the policy against {resource} refused nothing for 30 s")
+    raise AssertionError(f"the policy against {resource} rejected nothing for 30 s")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rejection_is_a_condition_with_the_server_message_until_resolved(seen: dict[str, Seen], case: str) -> None:
-    refusing, job = CASES[case], seen[case].refused
+    rejecting, job = CASES[case], seen[case].rejected
     found = scheduled(job)
-    assert (found.get("status"), found.get("reason")) == ("False", refusing.reason), job["status"]
-    for words in refusing.said:
+    assert (found.get("status"), found.get("reason")) == ("False", rejecting.reason), job["status"]
+    for words in rejecting.said:
         assert words in found["message"], found
     assert job["status"]["state"] in ("Pending", "Starting")
     assert job["status"].get("attempts", {}).get("restarts", 0) == 0, "no failure of the job"
-    assert refusing.reason in {event["reason"] for event in seen[case].events}, "said as an event, too"
+    assert rejecting.reason in {event["reason"] for event in seen[case].events}, "said as an event, too"
     later = seen[case].later
     assert goes_on(later), later["status"]
     assert later["status"]["attempts"]["total"] == 1
