@@ -453,7 +453,7 @@ def test_nobody_listening_costs_a_line(operator: Operator, tmp_path: Path) -> No
     started = start(operator, tmp_path)
     started.client.step(step(1))
     started.client.close()
-    assert len(started.said) == 1 and "rejected" in started.said[0]
+    assert len(started.said) == 1 and "refused" in started.said[0]
 
 
 def test_an_operator_that_never_answers_does_not_delay_the_end(
