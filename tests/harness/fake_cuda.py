@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import hashlib
 import importlib
 import os
@@ -27,6 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from harness.local_runs import PRELOADED
 from harness.native_builds import CACHE
 from harness.native_builds import run as run_command
 from harness.places import TESTS
@@ -214,6 +216,7 @@ def _called(module: str, name: str, arguments: tuple[Any, ...]) -> tuple[Any, st
 
 
 if __name__ == "__main__":
-    for name in ("spillway_trainer.environment", "spillway_trainer.__main__", "fakes.cuda_kernels"):
+    for name in ("spillway_trainer.environment", *PRELOADED, "fakes.cuda_kernels"):
         importlib.import_module(name)
+    gc.freeze()
     _serve()

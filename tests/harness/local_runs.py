@@ -5,6 +5,7 @@ Attempts are forked from a server that has already imported torch, so that a hun
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -110,6 +111,7 @@ def run_attempt(job: JobFile, plan: MemoryPlan) -> None:
     os.dup2(log, 2)
     from spillway_trainer.__main__ import attempt
 
+    gc.freeze()  # nothing of the server is ever garbage
     sys.stdout.flush()
     code = attempt(job, lambda: plan)
     sys.stdout.flush()
@@ -117,8 +119,9 @@ def run_attempt(job: JobFile, plan: MemoryPlan) -> None:
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["harness.local_runs", "spillway_trainer.__main__", "sympy"])
-"""sympy, because torch imports it in the first step"""
+PRELOADED = ["spillway_trainer.__main__", "spillway_trainer.models.families", "sympy"]
+"""what a trainer imports, at the latest in its first step; no module of tests, because the server does not find them"""
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def start_attempt(

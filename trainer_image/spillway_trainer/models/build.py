@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,9 +34,11 @@ NO_CLAIMS: Mapping[str, str] = {}
 def build_model(spec: TrainingJobSpec, claims: Mapping[str, str] = NO_CLAIMS) -> Chain:
     """The model of a job in its compute dtype, without memory: every parameter is on device `meta`, every buffer real.
 
-    The code that assembles the run decides where parameters live (chain.allocate gives all of them memory). `claims`:
+    The code that assembles the run decides where parameters live (chain.allocate gives all of them memory). Buffers that
+    the model's code draws at random come from the job's seed, so every attempt and every rank has the same. `claims`:
     name -> directory, for a source on a claim. Raises UserError for a model that cannot be built or trained.
     """
+    _seed_user_code(spec.training.seed)
     chain = _chain(spec, claims)
     _check_length(chain, spec.training.sequence_length)
     if empty := [name for name, parameter in chain.named_parameters() if not parameter.numel()]:
@@ -42,6 +46,14 @@ def build_model(spec: TrainingJobSpec, claims: Mapping[str, str] = NO_CLAIMS) ->
             f"spec.model: parameter {empty[0]} has no elements, so it cannot be trained; remove the parameter"
         )
     return chain
+
+
+def _seed_user_code(seed: int) -> None:
+    """Seeds what an entry point may draw from: `random`, `numpy.random`, and torch's generator for CPUs, whose own seed
+    differs from process to process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the generator that such code uses
+    torch.default_generator.manual_seed(seed)
 
 
 def _chain(spec: TrainingJobSpec, claims: Mapping[str, str]) -> Chain:

@@ -174,8 +174,6 @@ class Device:
     ) -> None:
         self.device, self.parking, self._num_devices = device, parking, num_devices
         self._stop, self._witness = stop, witness
-        self._fresh = checkpoint.random_state()
-        """Random state of a new process, in which a solo run builds its model."""
 
     def train(self, turn: Turn) -> None:
         """Trains each to its step, and parks those with steps left. A member that ends alone gets `failed`; an error
@@ -268,7 +266,6 @@ class Device:
         advance_together(list(trainees.values()), self._stop, alone)
 
     def _model(self, member: Member) -> Chain:
-        checkpoint.restore_random_state(self._fresh)  # the model may draw its buffers at random
         model = build_model(member.job.spec, member.job.claims)
         config.check_plan(member.job, member.plan, len(model.segments))
         return model

@@ -20,6 +20,8 @@ from spillway_trainer.models.structure import StructuralChain
 from spillway_trainer.models.transformer import Transformer
 
 MODULE = """
+import random
+import numpy as np
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForSequenceClassification
@@ -27,6 +29,18 @@ from spillway_trainer.models.chain import Chain
 from spillway_trainer.models.transformer import Transformer, TransformerConfig
 
 number = 5
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        drawn = torch.randn(4, device="cpu"), torch.tensor(np.random.rand(4), device="cpu"), [random.random()]
+        self.register_buffer("mixture", torch.cat([torch.as_tensor(one, device="cpu") for one in drawn]))
+
+    def forward(self, x):
+        return x + self.mixture.sum()
+
+def drawing():
+    return nn.Sequential(nn.Embedding(97, 8), nn.Linear(8, 8), Draws(), nn.Linear(8, 97))
 
 def own_chain():
     return Transformer(TransformerConfig(32, 2, 4, 4, 48, 97))
@@ -250,6 +264,14 @@ def test_one_seed_is_one_model_whatever_the_segments_memory() -> None:
     other = dict(chain.initial_values(8))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["model.shared.weight"], other["model.shared.weight"])
+
+
+def test_buffers_that_are_drawn_are_those_of_the_seed() -> None:
+    first = [(name, buffer.clone()) for name, buffer in made_by("drawing").named_buffers()]
+    torch.randn(3)  # another process, or another attempt, has drawn other numbers before
+    again = dict(made_by("drawing").named_buffers())
+    assert [name for name, buffer in first if not torch.equal(buffer, again[name])] == []
+    assert len(first) == 1 and first[0][1].numel() == 9
 
 
 def test_buffers_are_those_of_a_model_made_with_memory() -> None:
