@@ -216,7 +216,7 @@ def _called(module: str, name: str, arguments: tuple[Any, ...]) -> tuple[Any, st
 
 
 if __name__ == "__main__":
-    for name in ("spillway_trainer.environment", *PRELOADED, "fakes.cuda_kernels"):
+    for name in ("spillway_trainer.environment", *PRELOADED, "cases.device_attempts"):
         importlib.import_module(name)
     gc.freeze()
     _serve()

@@ -34,9 +34,9 @@ NO_CLAIMS: Mapping[str, str] = {}
 def build_model(spec: TrainingJobSpec, claims: Mapping[str, str] = NO_CLAIMS) -> Chain:
     """The model of a job in its compute dtype, without memory: every parameter is on device `meta`, every buffer real.
 
-    The code that assembles the run decides where parameters live (chain.allocate gives all of them memory). Buffers that
-    the model's code draws at random come from the job's seed, so every attempt and every rank has the same. `claims`:
-    name -> directory, for a source on a claim. Raises UserError for a model that cannot be built or trained.
+    The code that assembles the run decides where parameters live (chain.allocate gives all of them memory). Buffers
+    that the model's code draws at random come from the job's seed, so every attempt and every rank has the same.
+    `claims`: name -> directory, for a source on a claim. Raises UserError for a model that cannot be built or trained.
     """
     _seed_user_code(spec.training.seed)
     chain = _chain(spec, claims)
@@ -52,7 +52,7 @@ def _seed_user_code(seed: int) -> None:
     """Seeds what an entry point may draw from: `random`, `numpy.random`, and torch's generator for CPUs, whose own seed
     differs from process to process."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the generator that such code uses
+    np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
 
 
