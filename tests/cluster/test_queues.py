@@ -195,7 +195,7 @@ def test_a_queued_job_can_be_suspended_and_deleted_and_leaves_no_workload(
     assert (ended["status"]["attempts"]["total"], ended["status"]["attempts"]["restarts"]) == (2, 0)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_suspended_job_returns_its_quota_and_reports_a_queue_too_small(
     spillway: Installed, namespace: str, queue: Callable[..., None]
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_job_planned_for_gpus_that_others_hold_moves_to_free_ones(
     assert "times as fast, but other pods use it" in job["status"]["plan"]["reason"]
 
 
+@pytest.mark.full
 def test_jobs_of_one_gpu_leave_whole_nodes(
     spillway: Installed, namespace: str, gpu_nodes: dict[str, list[str]]
 ) -> None:
@@ -127,6 +128,7 @@ def wait_for(spillway: Installed, namespace: str, count: int) -> None:
     wait_until(lambda: states()["Running"] == count, why=lambda: str(states()), seconds=SECONDS + 60, pause=0.5)
 
 
+@pytest.mark.full
 def test_a_faulty_device_costs_one_restart(
     spillway: Installed, namespace: str, gpu_nodes: dict[str, list[str]]
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_faulty_device_costs_one_restart(
     assert "NodeAvoided" in events
 
 
+@pytest.mark.full
 def test_a_pod_fits_beside_the_daemons_of_its_node(spillway: Installed, namespace: str, others: str) -> None:
     """Regression: a pod once requested 99.6 % of its node."""
     small = node("small-000", "small", memory="24Gi", cpu="8")

@@ -271,7 +271,7 @@ def assert_fenced(spillway: Installed, namespace: str, trial: Trial) -> str:
     )
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_what_a_zombie_on_a_lost_node_commits_is_never_resumed(two_nodes: Installed, namespace: str) -> None:
     spillway, moments = two_nodes, random.Random(SEED)
     reduced = "" if FULL else " of 30 (SPILLWAY_DEPTH=all)"

@@ -147,7 +147,7 @@ def test_a_crash_at_any_write_of_a_start_leaves_one_attempt(
     assert_one_of_each(alone, namespace, names)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_hundred_running_jobs_cost_no_write_and_little_memory(
     alone: Installed, namespace: str, tmp_path: Path
 ) -> None:
