@@ -55,7 +55,7 @@ def trained(spillway: Installed, module_namespace: str, tmp_path_factory: pytest
     with watched.open("wb") as output:
         watching = subprocess.Popen([str(bed.state.bin / command[0]), *command[1:]], stdout=output)
     try:
-        spillway.create(example(NAME, namespace))
+        spillway.create(example(NAME, namespace, training__steps=160))  # long enough for several scrapes
         job = spillway.wait(namespace, NAME, "Complete")
         wait_until(lambda: "Complete" in watched.read_text(encoding="utf-8"), why=lambda: "kubectl does not show it")
     finally:

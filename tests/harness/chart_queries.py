@@ -39,7 +39,7 @@ def until_it_has_data(bed: Bed, dashboard: str, namespace: str, job: str, but: C
     def has_data() -> bool:
         empty.clear()
         empty.update(
-            title
+            f"{title}: {expression}"
             for title, expression in shown(dashboard, namespace, job)
             if title not in but and not bed.query(f"last_over_time(({expression})[10m:2s])")
         )
