@@ -18,7 +18,7 @@ STRATEGIES = ("Ddp", "Fsdp", "Zero1", "Zero2", "Zero3")
 MODELS = {"bfloat16": "infinite", "float32": "undefined"}
 """by compute type; what the second step's gradients are"""
 ALL = [(strategy, compute) for compute in MODELS for strategy in STRATEGIES]
-SKIPPED = ALL if FULL else [("Ddp", "bfloat16"), ("Fsdp", "float32"), ("Zero2", "float32"), ("Zero3", "bfloat16")]
+SKIPPED = ALL if FULL else [*ALL[:5], ("Ddp", "float32"), ("Fsdp", "float32"), ("Zero3", "float32")]
 FAILED = ALL if FULL else [("Fsdp", "bfloat16"), ("Zero2", "bfloat16")]
 CONFIG = """config: {architecture: llama, hiddenSize: 32, numLayers: 2, numHeads: 4, numKeyValueHeads: 2,
              intermediateSize: 80, vocabSize: 300, tieWordEmbeddings: true, dropout: "0.1"}"""
