@@ -83,6 +83,7 @@ def others(spillway: Installed) -> Iterator[str]:
     spillway.bed.kubectl("delete", "namespace", name, "--wait=false")
 
 
+@pytest.mark.full
 def test_a_job_planned_for_gpus_that_others_hold_moves_to_free_ones(
     spillway: Installed, namespace: str, others: str, gpu_nodes: dict[str, list[str]]
 ) -> None:
