@@ -18,7 +18,7 @@ from spillway_trainer.kernels import dispatch as kernels
 from spillway_trainer.kernels import master_halves, reference, triton_kernels
 from spillway_trainer.kernels.reference import UpdateScalars
 
-SIZES = [1, 3, triton_kernels.BLOCK - 1, triton_kernels.BLOCK, triton_kernels.BLOCK + 1, 5_003]
+SIZES = [1, 3, triton_kernels.BLOCK - 1, triton_kernels.BLOCK, triton_kernels.BLOCK + 1, 20_003]
 GRADIENT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
 OUT_TYPES = [torch.float32, torch.bfloat16, torch.float16, None]
 MOMENT_TYPES = [torch.float32, torch.bfloat16, torch.uint8]
